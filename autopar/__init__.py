@@ -54,7 +54,7 @@ _HOMES = {
     "state.resize": "resize",
     "tables.host": "HostTable",
     "tables.kinds": "materialize",
-    "tables.pending": "PendingArray drain ended paired",
+    "tables.pending": "PendingArray drain finished_minibatch train_batches",
     "tables.replica": "Replica average",
     "tables.served": "ServedLeaf",
     "tables.sharded": "DeferredTable Table TablePart",

@@ -69,8 +69,8 @@ from autopar.tables.host import HostTable as HostTable
 from autopar.tables.kinds import materialize as materialize
 from autopar.tables.pending import PendingArray as PendingArray
 from autopar.tables.pending import drain as drain
-from autopar.tables.pending import ended as ended
-from autopar.tables.pending import paired as paired
+from autopar.tables.pending import finished_minibatch as finished_minibatch
+from autopar.tables.pending import train_batches as train_batches
 from autopar.tables.replica import Replica as Replica
 from autopar.tables.replica import average as average
 from autopar.tables.served import ServedLeaf as ServedLeaf

@@ -110,8 +110,8 @@ class Interrupts:
         self._sent: set[int] = set()
         #: Held signals that were last seen outside of a call.
         self._outside: set[int] = set()
-        #: Signals that another rank told of first -> `time.monotonic()`.
-        self._told: dict[int, float] = {}
+        #: Signals that another rank had first -> `time.monotonic()`.
+        self._from_others: dict[int, float] = {}
         self._answering = False
         #: Handlers when a call last began. While they stay the same and no signal is held, a call has nothing to do.
         self._prepared: list[Any] = []
@@ -152,9 +152,9 @@ class Interrupts:
         if self.bodies[0] is not body or self.depth:
             return
         mine = tuple(self._held)
-        told = tell(mine)
-        self._told.update({number: time.monotonic() for number in told if number not in mine})
-        self.answer_all(told)
+        numbers = tell(mine)
+        self._from_others.update({number: time.monotonic() for number in numbers if number not in mine})
+        self.answer_all(numbers)
 
     def leave(self, body: Body) -> None:
         """Notes that a loop ends, or is left."""
@@ -182,7 +182,7 @@ class Interrupts:
             return False
         if was_sent and not was_held:  # It was answered in the meantime.
             return True
-        if now_s - self._told.pop(number, float("-inf")) < LATE_S:  # It was answered when another rank told of it.
+        if now_s - self._from_others.pop(number, float("-inf")) < LATE_S:  # It was answered when another rank had it.
             return True
         if self.holding or (frame is not None and frame.f_code in _LEAVING):
             self._outside.discard(number)
@@ -190,7 +190,7 @@ class Interrupts:
             if not (is_second and self.holding):
                 return self._hold(number)
             for body in self.bodies[:1]:  # a thread writes, as the interrupted code may be writing
-                _thread.start_new_thread(sys.stderr.write, (body.told(number, _CUT),))
+                _thread.start_new_thread(sys.stderr.write, (body.line(number, _CUT),))
             return False
         if number in self._outside:
             return False
@@ -235,7 +235,7 @@ class Interrupts:
             time.sleep(pause_s)
             if not said and time.monotonic() - since_s >= SAY_S:
                 said = True
-                sys.stderr.writelines(body.told(number, _WAITS) for body in self.bodies[:1])
+                sys.stderr.writelines(body.line(number, _WAITS) for body in self.bodies[:1])
             if self.holding or number in self._sent:  # Later; it doesn't disturb what is under way.
                 pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
             elif self._held.get(number) == since_s:
@@ -303,7 +303,7 @@ class Body:
 
     where: str
 
-    def told(self, number: int, text: str) -> str:
+    def line(self, number: int, text: str) -> str:
         """Returns the line to print about a signal."""
         return f"autopar: {signal.Signals(number).name} {text.format(self.where)}\n"
 

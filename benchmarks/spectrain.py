@@ -235,7 +235,7 @@ def train(task: Task, schedule: str, seeds: int = SEEDS, steps: int = STEPS) -> 
     hits = jax.jit(lambda params, batch: jnp.mean(task.logits(params, batch["x"]).argmax(-1) == batch["y"]))
     for seed in range(seeds):
         losses, params = [], None
-        for state, _, metrics in autopar.paired(planned, make(seed), batches(task, seed, steps)):
+        for state, _, metrics in autopar.train_batches(planned, make(seed), batches(task, seed, steps)):
             losses.append(metrics["loss"])
             params = state[0]
         params = autopar.materialize(params)

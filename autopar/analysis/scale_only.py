@@ -1,9 +1,9 @@
 """Finds by how much an untouched update scales a row's leaves, if it does nothing else (`ir.deferred`).
 
-An abstract interpretation of the untouched update's body. A value is zero; a leaf times a number, held as `unit + rest`
-so that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or
-anything. The rules compute with the step's numbers, so that the same walk, on arrays, returns the step's factors. Their
-assumptions about the numbers (`0 * x` needs a finite x) are collected and checked in each step.
+An abstract interpretation of the untouched update. Its values: zero; a leaf times a number, held as `unit + rest` so
+that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; a positive or not negative value; None for
+any other. The rules compute with the step's numbers, so the same walk on arrays returns the step's factors. Their
+assumptions about these numbers (`0 * x` needs a finite x) are collected and checked in each step.
 
 It is no `Interpreter`: the untouched update has no loops, its values are numbers of the step when it runs on arrays,
 and a branch's assumptions must hold only where that branch is taken.
@@ -28,6 +28,25 @@ from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 from autopar.ir.slicing import eliminate_dead
 from autopar.jax_types import Dtype, Index, Leaf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowUpdate:
+    """An untouched update of one row, from leaves and the step's numbers to the new leaves."""
+
+    body: Block
+    changed: int  #: Number of leaves that it changes, its first inputs.
+    read: int  #: Number of leaves that it only reads, the next inputs; the rest are the step's numbers.
+
+    @property
+    def dtypes(self) -> list[Dtype]:
+        """Dtypes of the changed leaves."""
+        return [v.dtype for v in self.body.inputs[: self.changed]]
+
+    def zeros(self) -> list[np.ndarray]:
+        """Returns zeros in place of the step's numbers."""
+        return [np.zeros(v.shape, v.dtype) for v in self.body.inputs[self.changed + self.read :]]
+
 
 # --- values, and rules for zeros, scaled leaves, and numbers ---
 
@@ -56,13 +75,10 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """A value that is positive or not negative, never NaN, and perhaps infinite unless `bounded`.
-
-    In rows whose elements are finite: the square of a large one may overflow.
-    """
+    """A value that is positive or not negative, and never NaN, where the row's elements are finite."""
 
     positive: bool
-    bounded: bool = False
+    bounded: bool = False  #: It can't be infinite; the square of a large element can.
 
 
 ScaleValue = Zero | ScaledLeaf | Number | Sign | None
@@ -359,7 +375,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
 
 @dataclass(eq=False)
 class ScaleOnlyWalk(Assumptions):
-    """One interpretation. Subclasses know more of each value, and override all methods but `run`."""
+    """Interprets an untouched update. A subclass may wrap values to know more of each."""
 
     def run(self, body: Block, inputs: Sequence[Leaf]) -> list[Leaf]:
         env: dict[Atom, Any] = dict(zip(body.inputs, inputs, strict=True))
@@ -367,7 +383,7 @@ class ScaleOnlyWalk(Assumptions):
         def read(atom: Atom) -> Leaf:
             if isinstance(atom, Literal):
                 key = jax_compat.is_key(atom.dtype)
-                return self.of(None if key else Number(np.asarray(atom.value), literal=True))
+                return self.wrap(None if key else Number(np.asarray(atom.value), literal=True))
             return env[atom]
 
         for equation in body.equations:
@@ -378,17 +394,16 @@ class ScaleOnlyWalk(Assumptions):
                 env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def of(self, value: ScaleValue) -> Leaf:
-        """Wraps a value that no leaf entered."""
+    def wrap(self, value: ScaleValue) -> Leaf:
+        """Wraps a value that depends on no leaf."""
         return value
 
     def unknown(self) -> Any:
-        """Wraps a value that may be anything."""
+        """Returns the wrapped value of which nothing is known."""
         return None
 
-    def known(self, kept: Leaf) -> ScaleValue:
-        """Unwraps a value."""
-        return kept
+    def unwrap(self, wrapped: Leaf) -> ScaleValue:
+        return wrapped
 
     def apply(self, equation: Equation, values: Sequence[Leaf]) -> Any:
         """Returns the result of an equation."""
@@ -402,8 +417,8 @@ class ScaleOnlyWalk(Assumptions):
         return one_of(self, index, cases)
 
     def _cond(self, equation: Equation, values: Sequence[Leaf]) -> list[Leaf]:
-        """Interprets each branch by itself; its assumptions must hold only if it is taken."""
-        which, operands = self.known(values[0]), values[1:]
+        """Interprets each branch by itself; its assumptions need hold only where it is taken."""
+        which, operands = self.unwrap(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
             return [self.unknown()] * len(equation.outputs)
         index = scalar_of(self, which)
@@ -416,49 +431,46 @@ class ScaleOnlyWalk(Assumptions):
         return [self.choose(index, cases) for cases in zip(*branches, strict=True)]
 
 
-def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
-    """Returns the fewest leaves that must be zero for the others to be only scaled; None if there are none."""
-    dtypes = [v.dtype for v in body.inputs[:changed]]
+def find_scale_only(update: RowUpdate) -> ScaleOnly | None:
+    """Finds the fewest leaves that must be zero for the update to only scale the others; None if it never does."""
+    dtypes = update.dtypes
     if not all(map(jax_compat.is_float, dtypes)):
         return None
     # A product of the factors would miss the rounding of short floats in each step: these must be zero.
     short = {k for k, dtype in enumerate(dtypes) if _is_short(dtype)}
-    if len(short) == changed:
+    if len(short) == update.changed:
         return None
-    for size in range(len(short), changed + 1):
-        for zero in filter(short.issubset, itertools.combinations(range(changed), size)):
-            scaled = _scale_only(body, changed, read, zero)
-            if scaled is not None:
-                return scaled
-    return None
+    choices = (itertools.combinations(range(update.changed), n) for n in range(len(short), update.changed + 1))
+    zeros = filter(short.issubset, itertools.chain.from_iterable(choices))
+    return next((found for zero in zeros if (found := _scale_only(update, zero)) is not None), None)
 
 
 def _is_short(dtype: Dtype) -> bool:
     return np.dtype(dtype).itemsize < 4
 
 
-def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> ScaleOnly | None:
+def _scale_only(update: RowUpdate, zero: tuple[int, ...]) -> ScaleOnly | None:
+    """Returns how the update scales a row whose leaves `zero` are zero; None if it does something else."""
     walk = ScaleOnlyWalk(np)
-    numbers: list[ScaleValue] = [Number(np.zeros(v.shape, v.dtype)) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
-        outputs = walk.run(body, [*leaves_of(body, changed, read, zero), *numbers])
-    scaled = tuple(k for k in range(changed) if k not in zero)
+        outputs = walk.run(update.body, _inputs(update, zero, update.zeros()))
+    scaled = tuple(k for k in range(update.changed) if k not in zero)
     if not all(isinstance(outputs[k], Zero) for k in zero):
         return None
     if not all(isinstance(v := outputs[k], ScaledLeaf) and v.leaf == k and v.unit in (0, 1) for k in scaled):
         return None
     near_one = tuple(isinstance(v := outputs[k], ScaledLeaf) and v.unit == 1 for k in scaled)
-    dtypes = tuple(body.inputs[k].dtype for k in scaled)
+    dtypes = tuple(update.dtypes[k] for k in scaled)
     return ScaleOnly(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
 
 
-def factors(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
-) -> list[Leaf]:
-    """Returns a step's factors in the order of `ScaleOnly.scaled` (less one if near one), and whether they hold."""
+def factors(update: RowUpdate, scale_only: ScaleOnly, numbers: Sequence[Leaf], xp: ModuleType) -> list[Leaf]:
+    """Returns a step's factors in the order of `ScaleOnly.scaled` (less one if near one), then whether they hold.
+
+    `numbers`: the step's. `xp`: NumPy or jax.numpy.
+    """
     walk = ScaleOnlyWalk(xp)
-    numbers: list[ScaleValue] = [Number(v) for v in values]
-    outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
+    outputs = walk.run(update.body, _inputs(update, scale_only.zero, numbers))
     factors_ = []
     for k, dtype, near_one in zip(scale_only.scaled, scale_only.dtypes, scale_only.near_one, strict=True):
         value = outputs[k]
@@ -471,53 +483,54 @@ def factors(
     return [*factors_, walk.holds()]
 
 
-def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[ScaleValue]:
+def _inputs(update: RowUpdate, zero: Sequence[int], numbers: Sequence[Leaf]) -> list[ScaleValue]:
+    """Returns the update's inputs for a walk in which the leaves `zero` are zero."""
+    dtypes = enumerate(update.dtypes)
+    changed = [Zero() if k in zero else ScaledLeaf(k, 1, np.zeros((), dtype)) for k, dtype in dtypes]
     # Leaves that are only read may hold anything: they aren't checked for finiteness.
-    types = [v.dtype for v in body.inputs[:changed]]
-    mine = [Zero() if k in zero else ScaledLeaf(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
-    return [*mine, *[None] * read]
+    return [*changed, *[None] * update.read, *map(Number, numbers)]
 
 
 # --- bounds on how far a nearly scale-only row still moves, by a small momentum, say (`ir.deferred.Fading`) ---
 #
-# The walk above assumes that some leaves are zero. Here they needn't be: with each value the same walk carries a bound
-# on its distance from the value that it would then be. For each of these leaves it is a number, *reach*, times the
-# leaf's element at the same index. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and within 1e4 |m| where v is
-# at least 1e-8: reaches are computed for several such *floors*.
+# The walk above assumes that some leaves are zero. Here they are only small: with each value the walk carries a bound
+# on how far it is from its value if they were zero. For each of these leaves the bound is a number, the *reach*, times
+# the leaf's element at the same index. m / (sqrt(v) + 1e-8), say, is within 1e8 |m| of zero, and within 1e4 |m| where v
+# is at least 1e-8: reaches are computed for several such *floors*.
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A value, and how far it may be from it."""
+    """A value of which some leaves are small, and a bound on what they change."""
 
-    value: ScaleValue  #: Its value if the leaves in question were zero.
-    reach: Mapping[int, Any] | None  #: Leaf that enters -> the most times that its element is added; None: unknown.
-    least: Any = 0.0  #: Lower bound of all elements, by floor, of values that no such leaf enters.
+    value: ScaleValue  #: The value if these leaves were zero.
+    reach: Mapping[int, Any] | None  #: Such a leaf -> the bound, in multiples of its element; None: unknown.
+    least: Any = 0.0  #: Lower bounds of all elements, [F], of values that no such leaf changes.
 
     @property
-    def steady(self) -> bool:
+    def is_exact(self) -> bool:
         """It equals `value`."""
         return self.reach is not None and not self.reach
 
 
 @dataclass(eq=False)
 class FadingWalk(ScaleOnlyWalk):
-    """Walk that also bounds distances. `floors`: lower bounds of a leaf's elements, [F]."""
+    """Also bounds what small leaves change. `floors`: leaf -> lower bounds of its elements, [F]."""
 
     floors: Mapping[int, Any] = field(default_factory=dict)
 
-    def of(self, value: ScaleValue) -> Near:
+    def wrap(self, value: ScaleValue) -> Near:
         return Near(value, {})
 
     def unknown(self) -> Near:
         return Near(None, None)
 
-    def known(self, kept: Near) -> ScaleValue:
-        return kept.value
+    def unwrap(self, wrapped: Near) -> ScaleValue:
+        return wrapped.value
 
     def apply(self, equation: Equation, values: Sequence[Near]) -> Near:
         value = super().apply(equation, [v.value for v in values])
-        if all(v.steady for v in values):
+        if all(v.is_exact for v in values):
             return Near(value, {}, _least(self, equation, values) if isinstance(value, Sign) else 0.0)
         rule = _REACH.get(equation.op)
         if value is None or rule is None or any(v.reach is None for v in values):
@@ -596,7 +609,7 @@ def _quotient(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _
     near, by = values
     if isinstance(by.value, Number):
         return _times(walk, near, 1 / by.value.value)
-    if by.steady and isinstance(by.value, Sign) and by.value.positive:
+    if by.is_exact and isinstance(by.value, Sign) and by.value.positive:
         return {leaf: reach / by.least for leaf, reach in (near.reach or {}).items()}
     return None
 
@@ -616,7 +629,7 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
         ("broadcast_in_dim", "reshape", "squeeze"), lambda walk, e, values: values[0].reach if keeps_order(e) else None
     ),
     "convert_element_type": _converted,
-    "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
+    "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].is_exact else None,
     # Their slope is at most one.
     **dict.fromkeys(IDENTITIES | {"neg", "abs", "tanh", "sin", "atan"}, lambda walk, e, values: values[0].reach),
 }
@@ -625,73 +638,69 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
 # --- the findings for a family ---
 
 
-def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> Fading | None:
-    """Returns the numbers to write down so that replaying can stop early; None if it can't."""
-    if not scale_only.zero or any(_is_short(body.inputs[k].dtype) for k in scale_only.zero):
+def find_fading(update: RowUpdate, scale_only: ScaleOnly) -> Fading | None:
+    """Finds which leaves fade and what they move, so that replaying can stop early; None if it can't."""
+    dtypes = update.dtypes
+    if not scale_only.zero or any(_is_short(dtypes[k]) for k in scale_only.zero):
         return None  # short floats needn't get smaller: 0.999 x may be rounded to x
-    elements = [tuple(d for d in v.shape if d != 1) for v in body.inputs[:changed]]
+    elements = [tuple(d for d in v.shape if d != 1) for v in update.body.inputs[: update.changed]]
     floors = tuple(
         k for k in scale_only.scaled if k in scale_only.not_negative and all(elements[k] == e for e in elements)
     )
-    numbers = [np.zeros(v.shape, v.dtype) for v in body.inputs[changed + read :]]
     with np.errstate(all="ignore"):
-        near = _near(body, changed, read, scale_only, floors, numbers, np)
-        own = _own(body, changed, read, scale_only, numbers, np)
-    if own is None or any(near[k].reach is None for k in scale_only.scaled):
+        near = _new_leaves(update, scale_only, floors, update.zeros(), np)
+        fades = _fading_factors(update, scale_only, update.zeros(), np)
+    if fades is None or any(near[k].reach is None for k in scale_only.scaled):
         return None
     pairs = tuple((k, leaf) for k in scale_only.scaled for leaf in sorted(near[k].reach))
     if any(elements[k] != elements[leaf] for k, leaf in pairs):
         return None
-    return Fading(scale_only.zero, pairs, floors, tuple(body.inputs[k].dtype for k in scale_only.zero))
+    return Fading(scale_only.zero, pairs, floors, tuple(dtypes[k] for k in scale_only.zero))
 
 
 def fading_numbers(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Leaf], xp: ModuleType
+    update: RowUpdate, scale_only: ScaleOnly, fading: Fading, numbers: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf]:
-    """Returns a step's factor of each fading leaf (NaN: unknown), and each pair's reaches, [F]."""
-    own = _own(body, changed, read, scale_only, values, xp)
-    assert own is not None, "as it was when it was planned"
-    near = _near(body, changed, read, scale_only, fading.floors, values, xp)
-    reaches = [(near[k].reach[leaf], body.inputs[k].dtype) for k, leaf in fading.pairs]
-    factors = [xp.asarray(x, dtype).reshape(()) for x, dtype in zip(own, fading.dtypes, strict=True)]
+    """Returns a step's factor of each fading leaf (NaN: unknown), then each pair's reaches, [F]."""
+    fades = _fading_factors(update, scale_only, numbers, xp)
+    assert fades is not None, "as it was when it was planned"
+    near = _new_leaves(update, scale_only, fading.floors, numbers, xp)
+    reaches = [(near[k].reach[leaf], update.dtypes[k]) for k, leaf in fading.pairs]
+    factors = [xp.asarray(x, dtype).reshape(()) for x, dtype in zip(fades, fading.dtypes, strict=True)]
     return [*factors, *(xp.broadcast_to(xp.asarray(x, dtype), (len(FLOORS),)) for x, dtype in reaches)]
 
 
-def _near(
-    body: Block,
-    changed: int,
-    read: int,
-    scale_only: ScaleOnly,
-    floors: Sequence[int],
-    values: Sequence[Leaf],
-    xp: ModuleType,
+def _new_leaves(
+    update: RowUpdate, scale_only: ScaleOnly, floors: Sequence[int], numbers: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf]:
-    """Returns the new rows of changed leaves with bounds."""
+    """Returns the changed leaves after the update, as `Near`s."""
+    dtypes = update.dtypes
     leaves = [
-        Near(Zero(), {k: np.ones((), v.dtype)})
+        Near(Zero(), {k: np.ones((), dtype)})
         if k in scale_only.zero
-        else Near(ScaledLeaf(k, 1, np.zeros((), v.dtype)), {})
-        for k, v in enumerate(body.inputs[:changed])
+        else Near(ScaledLeaf(k, 1, np.zeros((), dtype)), {})
+        for k, dtype in enumerate(dtypes)
     ]
-    walk = FadingWalk(xp, floors={k: np.asarray(FLOORS, body.inputs[k].dtype) for k in floors})
-    return walk.run(body, [*leaves, *[Near(None, None)] * read, *(Near(Number(v), {}) for v in values)])[:changed]
+    walk = FadingWalk(xp, floors={k: np.asarray(FLOORS, dtypes[k]) for k in floors})
+    inputs = [*leaves, *[Near(None, None)] * update.read, *(Near(Number(x), {}) for x in numbers)]
+    return walk.run(update.body, inputs)[: update.changed]
 
 
-def _own(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
+def _fading_factors(
+    update: RowUpdate, scale_only: ScaleOnly, numbers: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf] | None:
-    """Returns the factors of fading leaves, whatever finite rows hold; None if they aren't scaled."""
+    """Returns the factors of fading leaves in rows of any finite numbers; None if such rows aren't scaled."""
+    body = update.body
     alone, _ = eliminate_dead(replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
     walk = ScaleOnlyWalk(xp)
-    outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])
+    outputs = walk.run(alone, _inputs(update, (), numbers))
     if not walk.not_negative <= set(scale_only.not_negative):
         return None
-    good = walk.holds()
-    own = []
+    holds, fades = walk.holds(), []
     for k, value in zip(scale_only.zero, outputs, strict=True):
         if isinstance(value, Zero):
-            value = ScaledLeaf(k, 0, np.zeros((), body.inputs[k].dtype))
+            value = ScaledLeaf(k, 0, np.zeros((), update.dtypes[k]))
         if not isinstance(value, ScaledLeaf) or value.leaf != k:
             return None
-        own.append(xp.where(good, value.unit + value.rest, np.nan))
-    return own
+        fades.append(xp.where(holds, value.unit + value.rest, np.nan))
+    return fades

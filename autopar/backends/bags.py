@@ -70,8 +70,8 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
         is_of[:, start:end].reshape(count, -1, n).sum(2, dtype=jnp.int32)
         for start, end, n in zip(starts, starts[1:], own.lengths, strict=False)
     ]
-    told = jnp.concatenate([to_slots(jnp.where(own.is_kept, number, ~number)), *counts], 1)
-    heard = jax.lax.all_to_all(told, axis, 0, 0)
+    asked = jnp.concatenate([to_slots(jnp.where(own.is_kept, number, ~number)), *counts], 1)
+    heard = jax.lax.all_to_all(asked, axis, 0, 0)
     numbers, bag_ends = heard[:, :slots], jnp.cumsum(heard[:, slots:], 1)
     in_order = jnp.arange(slots, dtype=jnp.int32)
     bags = jax.vmap(lambda ends: jnp.searchsorted(ends, in_order, side="right"))(bag_ends).astype(jnp.int32)
@@ -84,9 +84,9 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
     return tuple(x.reshape(-1) for x in (*found, *weights))
 
 
-def add_up(sets: Sequence[BagSet], rows: Array, told: Sequence[Array], axis: str) -> tuple[Array, ...]:
-    """Returns the sums of each set of this device's bags. `rows`: [U, ...], the owner's. `told`: of `ask`."""
-    at, _, bags, *weights = told
+def add_up(sets: Sequence[BagSet], rows: Array, entries: Sequence[Array], axis: str) -> tuple[Array, ...]:
+    """Returns the sums of each set of this device's bags. `rows`: [U, ...], the owner's. `entries`: of `ask`."""
+    at, _, bags, *weights = entries
     count, number, row = jax.lax.axis_size(axis), sum(math.prod(one.shape) for one in sets), rows.shape[1:]
     taken = _weighted(rows.at[at].get(mode="fill", fill_value=0), weights)
     sums = jnp.zeros((count * number, *row), rows.dtype).at[bags].add(taken, mode="drop")
@@ -98,9 +98,11 @@ def add_up(sets: Sequence[BagSet], rows: Array, told: Sequence[Array], axis: str
     return tuple(results)
 
 
-def to_rows(sets: Sequence[BagSet], cotangents: Sequence[Array], told: Sequence[Array], rows: int, axis: str) -> Array:
+def to_rows(
+    sets: Sequence[BagSet], cotangents: Sequence[Array], entries: Sequence[Array], rows: int, axis: str
+) -> Array:
     """Returns the gradients of an owner's rows, [rows, ...]. `cotangents`: of each set of this device's bags."""
-    _, into, bags, *weights = told
+    _, into, bags, *weights = entries
     flat = [x.reshape(-1, *x.shape[len(one.shape) :]) for x, one in zip(cotangents, sets, strict=True)]
     values = as_bits(lambda x: jax.lax.all_gather(x, axis, tiled=True), jnp.concatenate(flat))
     taken = _weighted(values.at[bags].get(mode="fill", fill_value=0), weights)

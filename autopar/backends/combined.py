@@ -1,7 +1,7 @@
 """Combines collectives that a device's program could run at the same point into one message.
 
 On a CPU each collective is a meeting of all devices, which costs more than the few rows that it moves; XLA combines
-only AllReduces there, and by gloo not even these (`backends.messages`). Collectives meet in rounds: one is in a round
+only AllReduces there, and by gloo not even these (`backends.gloo`). Collectives meet in rounds: one is in a round
 after the last one whose results it needs. What is gathered in a round, and what is sent from each device to each other,
 is put into one array, as bits, so the bytes stay the same. Large arrays stay alone: meeting is the least of their cost,
 and gathered weights would all be in memory at once, and twice.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.messages import added_up, sent_to_all
+from autopar.backends.gloo import direct_all_gather, direct_all_reduce
 from autopar.ir.figures import SHARED_BYTES
 from autopar.jax_types import Array, Dtype, Leaf, Pytree
 
@@ -29,11 +29,11 @@ _MOVE, _SUM = ("all_gather", "all_to_all"), "psum"
 _MEET = frozenset({*_MOVE, "psum", "pmax", "pmin", "ppermute", "reduce_scatter", "psum_invariant"})
 
 
-def combined(fun: Fun, *, by_messages: bool = False) -> Fun:
+def combined(fun: Fun, *, direct: bool = False) -> Fun:
     """Returns a function like `fun`, the program of one device in `shard_map`, with as few collectives as possible.
 
-    `fun`: a function of arrays, and trees of such. `by_messages`: small sums share a message, too, and travel with what
-    is gathered as `backends.messages` says.
+    `fun`: a function of arrays, and trees of such. `direct`: small sums share a message, too, and travel with what
+    is gathered as `backends.gloo` says.
     """
 
     def run(*operands: Pytree) -> Pytree:
@@ -45,12 +45,12 @@ def combined(fun: Fun, *, by_messages: bool = False) -> Fun:
         def read(atom: Any) -> Array:
             return jax_compat.literal_value(atom) if isinstance(atom, jax_compat.JaxLiteral) else env[atom]
 
-        for kind, together in schedule(jaxpr.eqns, by_messages=by_messages):
+        for kind, together in schedule(jaxpr.eqns, direct=direct):
             first, inputs = together[0], [[read(a) for a in e.invars] for e in together]
             with jax_compat.equation_context(first.ctx, first.source_info):
-                if len(together) > 1 or (by_messages and kind is not None):
+                if len(together) > 1 or (direct and kind is not None):
                     exchange = _sum if first.primitive.name == _SUM else _move
-                    results = [[x] for x in exchange(together, [x for (x,) in inputs], by_messages=by_messages)]
+                    results = [[x] for x in exchange(together, [x for (x,) in inputs], direct=direct)]
                 else:
                     results = [jax_compat.bind(first.primitive, inputs[0], first.params)]
             for equation, values in zip(together, results, strict=True):
@@ -60,11 +60,11 @@ def combined(fun: Fun, *, by_messages: bool = False) -> Fun:
     return run
 
 
-def schedule(equations: Sequence[Eqn], *, by_messages: bool = False) -> Iterator[tuple[Hashable, Sequence[Eqn]]]:
+def schedule(equations: Sequence[Eqn], *, direct: bool = False) -> Iterator[tuple[Hashable, Sequence[Eqn]]]:
     """Yields JAX's equations, with their kind, in an order in which they can run, round by round; several together
     become one collective. One whose results aren't needed yet waits for others of its kind."""
     meets = [_meets(e) for e in equations]
-    kinds = [_kind(e, by_messages) if meet else None for e, meet in zip(equations, meets, strict=True)]
+    kinds = [_kind(e, direct) if meet else None for e, meet in zip(equations, meets, strict=True)]
     first = list(_earliest(equations, meets, lambda k, round: round))
     last = _latest(equations, meets, first)
     # Rounds that have such a collective in any case.
@@ -128,10 +128,10 @@ def _meets(equation: Eqn) -> bool:
     return any(_meets(e) for body in bodies for e in body.eqns)
 
 
-def _kind(equation: Eqn, by_messages: bool) -> Hashable:
+def _kind(equation: Eqn, direct: bool) -> Hashable:
     """Returns a key that collectives of one message share; None for a message of its own."""
     name, params = equation.primitive.name, equation.params
-    if name not in (*_MOVE, *(_SUM,) * by_messages) or params["axis_index_groups"] is not None:
+    if name not in (*_MOVE, *(_SUM,) * direct) or params["axis_index_groups"] is not None:
         return None
     if name == "all_to_all" and (params["split_axis"], params["concat_axis"]) != (0, 0):
         return None
@@ -150,16 +150,16 @@ def _bits(dtype: Dtype) -> Leaf:
     return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
 
 
-def _sum(equations: Sequence[Eqn], values: Sequence[Array], *, by_messages: bool) -> list[Array]:
+def _sum(equations: Sequence[Eqn], values: Sequence[Array], *, direct: bool) -> list[Array]:
     """Adds up values of one dtype over the devices, as one."""
-    assert by_messages, "XLA combines sums by itself otherwise"
+    assert direct, "XLA combines sums by itself otherwise"
     flat = jnp.concatenate([x.reshape(-1) for x in values])
-    whole = added_up(flat, equations[0].params["axes"], values)
+    whole = direct_all_reduce(flat, equations[0].params["axes"], values)
     pieces = jnp.split(whole, np.cumsum([x.size for x in values])[:-1])
     return [piece.reshape(x.shape) for piece, x in zip(pieces, values, strict=True)]
 
 
-def _move(equations: Sequence[Eqn], values: Sequence[Array], *, by_messages: bool) -> list[Array]:
+def _move(equations: Sequence[Eqn], values: Sequence[Array], *, direct: bool) -> list[Array]:
     """Runs collectives of one kind that move elements as one: a row for each device, in which their parts are side by
     side."""
     first = equations[0]
@@ -170,7 +170,7 @@ def _move(equations: Sequence[Eqn], values: Sequence[Array], *, by_messages: boo
     if to_each:
         got = jax.lax.all_to_all(sent, axis, 0, 0)
     else:
-        got = sent_to_all(sent[0], axis, values) if by_messages else jax.lax.all_gather(sent[0], axis)
+        got = direct_all_gather(sent[0], axis, values) if direct else jax.lax.all_gather(sent[0], axis)
     pieces = jnp.split(got, np.cumsum([row.shape[1] for row in rows])[:-1], axis=1)
     return [_result(e, _as(piece, x.dtype), x) for e, piece, x in zip(equations, pieces, values, strict=True)]
 

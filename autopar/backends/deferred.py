@@ -1,17 +1,17 @@
-"""Replays deferred rows on a device, before they are read, and some lagging ones between steps.
+"""Replays deferred rows on a device: rows that a step or an evaluation reads, and some lagging rows between steps.
 
-A row's *stamp* is the step of the update log up to which it has moved. Rows are replayed in groups of about the same
-stamp, so that an old row doesn't make others wait. While steps fill the newer part of the update log (`ir.deferred`),
-`catch_up_some` brings rows up to the end of the older part; then `turn` makes the newer part the older one.
+A row's *stamp* is the step of the update log up to which it was updated. Rows are sorted by stamp and replayed in
+groups, so that an old row delays few others. While steps fill the newer part of the update log (`ir.deferred`),
+`catch_up_some` brings rows up to the end of the older part; then `rotate` makes the newer part the older one.
 
-Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: the factors of a full part are kept as a *segment*, a
-number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is to be
-multiplied. Rows that have waited for many segments are multiplied between steps, to make room for segments. Only when a
-step breaks what scale-only rows rest on are all rows brought up to date at once (`flush`).
+Scale-only rows (`ir.deferred.ScaleOnly`) wait longer, at no cost. The factors of a full part are kept as a *segment*,
+one number for each leaf. Such a row's stamp is ~s (negative), where s is the first segment that it hasn't been
+multiplied by. Rows that have waited for many segments are multiplied between steps, so that old segments can be
+dropped. Only if a step breaks the assumptions of scale-only rows are all rows brought up to date at once (`flush`).
 
-Invariants: stamps of rows that aren't scale-only are at most `now`; when the newer part is full they are at least K,
-and those of scale-only rows name its segment or one of the last (`Replay.waiting`); records from `now` on, and segments
-from `segment` on, are never read; the scales of all segments together are finite.
+Invariants: stamps of rows that aren't scale-only are at most `now`, and at least K when the newer part is full; those
+of scale-only rows then name its segment or one of the last (`Replay.waiting`). Records from `now` on, and segments from
+`segment` on, are never read. The product of all segments' factors is finite.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.analysis.scale_only import factors, fading_numbers
+from autopar.analysis.scale_only import RowUpdate, factors, fading_numbers
 from autopar.backends.indices import along, set_rows
 from autopar.backends.segments import Entries, Suffixes, beside, close, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 from autopar.jax_types import Array, Leaf
 
-#: A group has this many elements of a leaf, or this many rows if that is more. All rows of a group wait for its oldest
-#: one, which speaks for small groups; each group's loop costs something, which speaks for large ones.
+#: A group has this many elements of a leaf, or this many rows if that is more. In small groups less waits for the
+#: oldest row; large groups need fewer loops.
 _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 11, 8
 #: Rows with fewer elements are replayed with the rows along the last axis.
 _NARROW = 32
@@ -52,20 +52,21 @@ NEVER = np.iinfo(np.int32).max
 class Deferred:
     """The replay of one family, or of several *tables* that share an update log.
 
-    Operands are the leaves of each table, then the stamps of each. `update` runs the body on arrays, in the leaves'
-    axes.
+    Operands are the leaves of each table, then the stamps of each.
     """
 
     replay: Replay
-    body: Block
-    update: Callable[..., Sequence[Array]]
+    body: Block  #: The untouched update.
+    update: Callable[..., Sequence[Array]]  #: Runs the body on arrays.
 
-    def spread(self, tables: Sequence[bool]) -> tuple[list[int | None], tuple[int | None, ...]]:
-        """Returns the axes along which a flush's operands and results are spread, for tables whose rows are spread
-        or not."""
+    def flush_axes(self, tables: Sequence[bool]) -> tuple[list[int | None], tuple[int | None, ...]]:
+        """Returns the axes along which a flush's operands and results are sharded.
+
+        `tables`: whether each table's rows are sharded.
+        """
         p = self.replay
-        rows = [[axis if is_spread else None for axis in p.axes] for is_spread in tables]
-        stamps = [0 if is_spread else None for is_spread in tables]
+        rows = [[axis if is_sharded else None for axis in p.axes] for is_sharded in tables]
+        stamps = [0 if is_sharded else None for is_sharded in tables]
         entries = 2 + len(p.records) + len(p.segments)
         changed = (axis for axes in rows for axis in axes[: p.changed])
         return [*itertools.chain(*rows), *stamps, *[None] * entries], (*changed, *stamps, None, None)
@@ -75,16 +76,16 @@ class Deferred:
     def catch_up_tables(self, rows: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Returns the changed leaves of several tables' rows after `now` steps."""
         tables = DeferredTables(self.replay, rows, stamps)
-        return tuple(itertools.chain(*tables.together(lambda some, stamped: self.catch_up(some, stamped, entries))))
+        return tuple(itertools.chain(*tables.apply(lambda some, stamped: self.catch_up(some, stamped, entries))))
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """Returns the changed leaves of rows ([U, ...] of each leaf, changed ones first) after `now` steps."""
         changed, read = self._parts([jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)])
         changed, begin = self._scaled(changed, stamps, entries)
-        moved = self._moved(changed, read, begin, entries.now, entries.records)
+        moved = self._replay_all(changed, read, begin, entries.now, entries.records)
         return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(moved, self.replay.axes, strict=False))
 
-    def _moved(
+    def _replay_all(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
     ) -> Sequence[Array]:
         """Replays steps on rows [U, ...], each from its own `begin` int32[U] to `now`; returns changed leaves."""
@@ -100,7 +101,7 @@ class Deferred:
             some = jax.lax.dynamic_slice_in_dim(order, k * group_rows, group_rows)
             first = begin.at[some].get(mode="fill", fill_value=NEVER)
             mine = [x.at[some].get(mode="clip") for x in (*changed, *read)]
-            new = self._replayed(mine, first, now, records, suffixes)
+            new = self._replay_group(mine, first, now, records, suffixes)
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
 
         return jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
@@ -108,15 +109,16 @@ class Deferred:
     def record(
         self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None
     ) -> list[Array]:
-        """Returns the update log's records with one step more, unless it `exceeded` a capacity and will be done
+        """Returns the update log's records with one step more; without it if it `exceeded` a capacity, as it then runs
         again."""
         p = self.replay
         recorded = list(map(jnp.asarray, values))
         later: list[Array] = []
         if p.scale_only is not None:
-            *rates, holds = factors(self.body, p.changed, p.read, p.scale_only, recorded, jnp)
+            update = RowUpdate(self.body, p.changed, p.read)
+            *rates, holds = factors(update, p.scale_only, recorded, jnp)
             if p.fading is not None:
-                numbers = fading_numbers(self.body, p.changed, p.read, p.scale_only, p.fading, recorded, jnp)
+                numbers = fading_numbers(update, p.scale_only, p.fading, recorded, jnp)
                 later = self._suffixes(records).and_then(now, rates, holds, numbers)
                 if exceeded is not None:
                     later = [jnp.where(exceeded, x, y) for x, y in zip(records[-len(later) :], later, strict=True)]
@@ -129,8 +131,8 @@ class Deferred:
         p = self.replay
         return Suffixes.of(p, records[len(p.values) + len(p.scale_only.scaled if p.scale_only else ()) + 1 :])
 
-    def times(self, elements: int) -> int:
-        """Returns how many calls of `catch_up_some` fill the newer part: one a step, but fewer for few rows.
+    def calls(self, elements: int) -> int:
+        """Returns the number of calls of `catch_up_some` that visit all rows: one a step, or fewer for few rows.
 
         `elements`: of the largest leaf, on one device.
         """
@@ -148,19 +150,19 @@ class Deferred:
 
         extents = [x.shape[0] for x in stamps]
         chosen = [(jax.lax.iota(jnp.int32, extent), extent) for extent in extents]
-        done = DeferredTables(self.replay, leaves, stamps).visited(chosen, _FLUSH_ELEMENTS, caught_up)
+        done = DeferredTables(self.replay, leaves, stamps).update_in_blocks(chosen, _FLUSH_ELEMENTS, caught_up)
         return (*done, jnp.full_like(entries.now, self.replay.part), jnp.zeros_like(entries.segment))
 
-    def turn(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
+    def rotate(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Makes the newer, full part the older one; returns a flag, stamps, now, segment and segments.
 
         The flag says that a flush is needed instead, because scale-only rows can't wait any longer. `UpdateLog` moves
         the records.
         """
         p = self.replay
-        takes_all, dropped, segment, segments = close(p, entries)
+        needs_flush, dropped, segment, segments = close(p, entries)
         moved = [jnp.where(x < 0, x + dropped, x - p.part) for x in stamps]
-        return (takes_all, *moved, jnp.full_like(entries.now, p.part), segment, *segments)
+        return (needs_flush, *moved, jnp.full_like(entries.now, p.part), segment, *segments)
 
     def catch_up_some(
         self,
@@ -169,26 +171,26 @@ class Deferred:
         entries: Entries,
         which: Array,
         ids: Sequence[Array],
-        times: int,
+        calls: int,
     ) -> tuple[Array, ...]:
-        """Brings some rows up to `now`: rows that are read, or that the older part moves. Returns changed leaves and
-        stamps.
+        """Brings some rows up to `now`; returns changed leaves and stamps.
 
-        One program does both, since the replay takes long to compile.
+        These are rows that an evaluation reads, or a fraction of all rows that lag behind the older part: one program
+        for both, since a replay takes long to compile.
 
         Args:
           leaves, stamps: As in `flush`.
-          entries: The update log; for the older part, the log as it was when that was closed: `now` is K.
-          which: int32[]. Below 0: rows of `ids` are brought up to date. Else row `which` (below `times`) and each
-            `times`-th from there on, if they lag.
-          ids: Row indices of each table, int32[], sorted and distinct; out of range is no row.
-          times: Number of calls that together visit all rows.
+          entries: The update log; to catch up with the older part, the log as it was when that was closed (`now` is K).
+          which: int32[]. Below 0: brings rows `ids` up to date. Else rows which, which + calls, which + 2 calls, ... if
+            they lag.
+          ids: Row indices of each table, int32[], sorted and distinct; those out of range are ignored.
+          calls: Number of calls that together visit all rows.
         """
         is_read = which < 0
 
         def chosen(stamps: Array, ids: Array) -> tuple[Array, Array]:
             extent = stamps.shape[0]
-            each = which + times * jax.lax.iota(jnp.int32, -(-extent // times))
+            each = which + calls * jax.lax.iota(jnp.int32, -(-extent // calls))
             size = max(each.size, ids.size)
             each, ids = (jnp.pad(x, (0, size - x.size), constant_values=extent) for x in (each, ids))
             numbered = jnp.where(is_read, ids, each)
@@ -201,7 +203,7 @@ class Deferred:
 
         rows = list(map(chosen, stamps, ids))
         caught_up = functools.partial(self.caught_up, entries=entries)
-        return DeferredTables(self.replay, leaves, stamps).visited(rows, _SOME_ELEMENTS, caught_up)
+        return DeferredTables(self.replay, leaves, stamps).update_in_blocks(rows, _SOME_ELEMENTS, caught_up)
 
     def caught_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """Returns the changed leaves of rows after `now` steps, and their new stamps."""
@@ -209,31 +211,31 @@ class Deferred:
         return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
     def lags(self, stamps: Any, segment: Any) -> Leaf:
-        """Returns bool[rows]: which rows must be brought up to the end of the older part in time."""
+        """Returns bool[rows]: rows that are to be brought up to the end of the older part."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
-        """Returns int32[rows], stamps of rows that have moved up to the beginning of the newer part, of this
-        segment."""
+        """Returns int32[rows], the stamps of rows that are up to date when the newer part begins, as this segment."""
         scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
         if scale_only is None:
             return jnp.full((extent,), self.replay.part, jnp.int32)
-        good = jnp.ones((extent,), bool)
+        is_scale_only = jnp.ones((extent,), bool)
         for k, leaf in enumerate(changed):
             others = tuple(d for d in range(leaf.ndim) if d != self.replay.axes[k])
             if k in scale_only.zero:
-                good &= jnp.all(leaf == 0, axis=others)
+                is_scale_only &= jnp.all(leaf == 0, axis=others)
             else:
                 holds = jnp.isfinite(leaf)
                 holds = holds & (leaf >= 0) if k in scale_only.not_negative else holds
-                good &= jnp.all(holds, axis=others)
-        return jnp.where(good, ~jnp.asarray(segment, jnp.int32), self.replay.part).astype(jnp.int32)
+                is_scale_only &= jnp.all(holds, axis=others)
+        return jnp.where(is_scale_only, ~jnp.asarray(segment, jnp.int32), self.replay.part).astype(jnp.int32)
 
     # --- scale-only rows ---
 
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
-        """Brings scale-only rows up to date; also returns the step from which each row is replayed (`now`: none)."""
+        """Brings scale-only rows up to date. Also returns the step from which on each row is to be replayed; `now` if
+        none."""
         if self.replay.scale_only is None:
             return list(changed), stamps
         whole, before_newer, hold = scales(self.replay, entries)
@@ -243,31 +245,31 @@ class Deferred:
 
     # --- rows that are replayed ---
 
-    def _replayed(
+    def _replay_group(
         self, rows: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array], suffixes: Suffixes | None
     ) -> list[Array]:
-        """Replays the untouched update on rows [B, ...], each from its own step on, until it has caught up or faded."""
+        """Replays steps on a group's rows [B, ...], each from its own `begin` on, until it has caught up or faded."""
         p = self.replay
         values = records[: len(p.values)]
         changed, read = self._parts(rows)
 
-        def one(*row_and_values: Array) -> tuple[Array, ...]:
+        def update_row(*row_and_values: Array) -> tuple[Array, ...]:
             n = len(p.leaves)
             alone = [jnp.expand_dims(x, axis) for x, axis in zip(row_and_values[:n], p.axes, strict=True)]
             new = self.update(*alone, *row_and_values[n:])
             return tuple(jnp.squeeze(jnp.asarray(x), axis) for x, axis in zip(new, p.axes, strict=False))
 
         # Inner loops run along the last axis: that of the rows, if a row is narrow.
-        at = -1 if row_elements(changed, begin.size) < _NARROW else 0
-        every = jax.vmap(one, in_axes=(*(at,) * len(rows), *(None,) * len(values)), out_axes=at)
-        still = [jnp.moveaxis(x, 0, at) for x in read]
+        axis = -1 if row_elements(changed, begin.size) < _NARROW else 0
+        update_rows = jax.vmap(update_row, in_axes=(*(axis,) * len(rows), *(None,) * len(values)), out_axes=axis)
+        fixed = [jnp.moveaxis(x, 0, axis) for x in read]
 
         def step(begin: Array, until: Array, k: Array, changed: Sequence[Array]) -> Sequence[Array]:
             recorded = [jax.lax.dynamic_index_in_dim(v, k, 0, keepdims=False) for v in values]
             moves = (begin <= k) & (k < until)
             return [
-                jnp.where(moves if at else beside(moves, old), x.astype(old.dtype), old)
-                for x, old in zip(every(*changed, *still, *recorded), changed, strict=True)
+                jnp.where(moves if axis else beside(moves, old), x.astype(old.dtype), old)
+                for x, old in zip(update_rows(*changed, *fixed, *recorded), changed, strict=True)
             ]
 
         def steps(begin: Array, k: Array, until: Array, changed: Sequence[Array]) -> Sequence[Array]:
@@ -277,33 +279,33 @@ class Deferred:
                     changed = step(begin, until, k + ahead, changed)
                 return k + _UNROLLED, changed
 
-            placed = [jnp.moveaxis(x, 0, at) for x in changed]
+            placed = [jnp.moveaxis(x, 0, axis) for x in changed]
             done = jax.lax.while_loop(lambda state: state[0] < until, some, (k, placed))[1]
-            return [jnp.moveaxis(x, at, 0) for x in done]
+            return [jnp.moveaxis(x, axis, 0) for x in done]
 
-        # All rows of a group are computed from its earliest step on; a row moves from its own.
+        # The loop runs from the group's earliest step on; each row changes from its own.
         start = jnp.minimum(jnp.min(begin), now)
         if suffixes is None:
             return list(steps(begin, start, now, changed))
         usual = suffixes.ends(changed, jnp.minimum(begin, suffixes.holds.size - 1))
 
-        def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
+        def stride(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
             k, begin, changed = state
-            gone = suffixes.faded(changed, usual, k) & (begin <= k)
+            faded = suffixes.faded(changed, usual, k) & (begin <= k)
 
             def scaled(changed: tuple[Array, ...]) -> tuple[Array, ...]:
                 done = suffixes.without_fading(changed, k)
-                return tuple(jnp.where(beside(gone, x), new, x) for x, new in zip(changed, done, strict=True))
+                return tuple(jnp.where(beside(faded, x), new, x) for x, new in zip(changed, done, strict=True))
 
-            changed = jax.lax.cond(jnp.any(gone), scaled, lambda changed: changed, changed)
-            begin = jnp.where(gone, now, begin)
+            changed = jax.lax.cond(jnp.any(faded), scaled, lambda changed: changed, changed)
+            begin = jnp.where(faded, now, begin)
             until = jnp.minimum(k + _STRIDE, now)
             return until, begin, tuple(steps(begin, k, until, changed))
 
         def goes_on(state: tuple[Array, Array, tuple[Array, ...]]) -> Array:
             return (state[0] < now) & jnp.any(state[1] < now)
 
-        return list(jax.lax.while_loop(goes_on, round_, (start, begin, tuple(changed)))[2])
+        return list(jax.lax.while_loop(goes_on, stride, (start, begin, tuple(changed)))[2])
 
     def _parts(self, leaves: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         return leaves[: self.replay.changed], leaves[self.replay.changed :]
@@ -320,22 +322,22 @@ CaughtUp = Callable[[Sequence[Array], Array], Sequence[Array]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredTables:
-    """Tables of one form."""
+    """Tables with the same replay."""
 
-    replay: Replay  #: The replay of each.
+    replay: Replay
     leaves: Sequence[Array]  #: For each table its changed leaves, then those that are only read.
-    stamps: Sequence[Array]
+    stamps: Sequence[Array]  #: For each table.
 
     @property
-    def each(self) -> list[Rows]:
-        """The leaves and stamps, table by table."""
+    def tables(self) -> list[Rows]:
+        """Returns (leaves, stamps) of each table."""
         return list(zip(_cut(self.leaves, len(self.replay.leaves)), self.stamps, strict=True))
 
-    def together(self, caught_up: CaughtUp) -> list[Sequence[Array]]:
-        """Applies a function to all rows, concatenated; returns its results table by table."""
+    def apply(self, caught_up: CaughtUp) -> list[Sequence[Array]]:
+        """Applies a function to the concatenated rows of all tables; returns its results by table."""
         if len(self.stamps) == 1:
             return [caught_up(self.leaves, self.stamps[0])]
-        columns = zip(*(leaves for leaves, _ in self.each), strict=True)
+        columns = zip(*(leaves for leaves, _ in self.tables), strict=True)
         rows = [jnp.concatenate(parts, axis) for parts, axis in zip(columns, self.replay.axes, strict=True)]
         new = caught_up(rows, jnp.concatenate(self.stamps))
         axes = (*self.replay.axes[: self.replay.changed], 0)
@@ -345,56 +347,58 @@ class DeferredTables:
             for start, end in itertools.pairwise([0, *ends])
         ]
 
-    def replaced(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
-        """Replaces rows of each table (indices int32[], sorted) by `caught_up` ones; returns changed leaves and
-        stamps."""
+    def update_rows(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
+        """Applies a function to some rows of each table; returns all changed leaves and stamps.
+
+        `rows`: row indices of each table, int32[], sorted.
+        """
         taken: list[Array] = []
-        for (leaves, _), some in zip(self.each, rows, strict=True):
+        for (leaves, _), some in zip(self.tables, rows, strict=True):
             pairs = zip(leaves, self.replay.axes, strict=True)
             taken += [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
         pairs = zip(self.stamps, rows, strict=True)
         stamped = [stamps.at[some].get(mode="fill", fill_value=NEVER) for stamps, some in pairs]
-        new = DeferredTables(self.replay, taken, stamped).together(caught_up)
+        new = DeferredTables(self.replay, taken, stamped).apply(caught_up)
         changed: list[Array] = []
-        for (leaves, _), (*after, _), some in zip(self.each, new, rows, strict=True):
+        for (leaves, _), (*after, _), some in zip(self.tables, new, rows, strict=True):
             triples = zip(leaves, after, self.replay.axes, strict=False)
             changed += [set_rows(leaf, x, some, axis) for leaf, x, axis in triples]
         ends = (set_rows(x, end, some, 0) for x, (*_, end), some in zip(self.stamps, new, rows, strict=True))
         return *changed, *ends
 
-    def visited(
+    def update_in_blocks(
         self, chosen: Sequence[tuple[Array, Array | int]], elements: int, caught_up: CaughtUp
     ) -> tuple[Array, ...]:
-        """Replaces rows by `caught_up` ones, some at a time; returns changed leaves and stamps.
+        """Applies a function to some rows of each table, a block at a time; returns changed leaves and stamps.
 
-        `chosen`: for each table row indices, int32[], and how many of them, from the first on, are replaced.
-        `elements`: elements of a leaf that are taken at a time, over all tables.
+        `chosen`: for each table row indices, int32[], and the number of the first ones that count. `elements`: elements
+        of a leaf in a block, over all tables.
         """
         n, m = self.replay.changed, len(self.replay.leaves)
         counts = [numbers.shape[0] for numbers, _ in chosen]
         rows = max(len(counts), elements // row_elements(self.leaves[:n], self.stamps[0].shape[0]))
-        rounds = max(1, -(-sum(counts) // rows))
-        sizes = [-(-count // rounds) for count in counts]
+        blocks = max(1, -(-sum(counts) // rows))
+        sizes = [-(-count // blocks) for count in counts]
         padded = [
-            jnp.pad(numbers, (0, rounds * size - numbers.shape[0]), constant_values=stamps.shape[0])
+            jnp.pad(numbers, (0, blocks * size - numbers.shape[0]), constant_values=stamps.shape[0])
             for (numbers, _), size, stamps in zip(chosen, sizes, self.stamps, strict=True)
         ]
         read = [leaves[n:] for leaves in _cut(self.leaves, m)]
 
-        def round_(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
+        def update_block(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
             some = [jax.lax.dynamic_slice_in_dim(x, k * size, size) for x, size in zip(padded, sizes, strict=True)]
             changed, stamps = state[: -len(counts)], state[-len(counts) :]
             leaves = [x for pair in zip(_cut(changed, n), read, strict=True) for part in pair for x in part]
-            return DeferredTables(self.replay, leaves, stamps).replaced(some, caught_up)
+            return DeferredTables(self.replay, leaves, stamps).update_rows(some, caught_up)
 
         turns = [-(-many // max(1, size)) for (_, many), size in zip(chosen, sizes, strict=True)]
         most = functools.reduce(jnp.maximum, turns, jnp.zeros((), jnp.int32))
-        changed = (x for leaves, _ in self.each for x in leaves[:n])
-        return jax.lax.fori_loop(0, most, round_, (*changed, *self.stamps))
+        changed = (x for leaves, _ in self.tables for x in leaves[:n])
+        return jax.lax.fori_loop(0, most, update_block, (*changed, *self.stamps))
 
 
 def row_elements(leaves: Sequence[Array], rows: int) -> int:
-    """Counts the elements of a row of the widest leaf."""
+    """Returns the number of elements in a row of the widest leaf."""
     return max(1, max(leaf.size // max(1, rows) for leaf in leaves))
 
 

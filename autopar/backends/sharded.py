@@ -145,8 +145,8 @@ class ShardedRows(RowBackend):
         stored = self._storage_indices(bags.bag_ids(params, (route, *operands)))
         return bags.ask(params, (route, *operands), stored, route.rows, self._shard_rows, self._devices.axis)
 
-    def pool(self, params: Params, rows: Array, route: Route, *told: Array) -> tuple[Array, ...]:
-        return bags.add_up(params["sets"], rows, told, self._devices.axis)
+    def pool(self, params: Params, rows: Array, route: Route, *entries: Array) -> tuple[Array, ...]:
+        return bags.add_up(params["sets"], rows, entries, self._devices.axis)
 
     def push_pool(self, params: Params, route: Route, *operands: Array) -> Array:
         named, rows = split("ap.push_pool", params, (route, *operands)), route.rows.shape[0]

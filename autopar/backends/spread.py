@@ -11,8 +11,8 @@ from autopar import jax_compat
 from autopar.backends.combined import combined
 from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
+from autopar.backends.gloo import uses_gloo
 from autopar.backends.layouts import store, whole
-from autopar.backends.messages import by_gloo
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import GatheredRows
@@ -48,8 +48,8 @@ def mapped(program: Program, bound: ProgramPlan, devices: Devices) -> Callable[.
         tensors = [bound.tensors.get(k) for k in range(len(axes))], _axes_of(program.local.tensor)
     methods = [family.method for family in bound.families]
     share = len(methods) > len(set(methods))  # exchanges of one kind can share messages
-    by_messages = by_gloo(devices.mesh)
-    fun = combined(run, by_messages=by_messages) if share or by_messages else run
+    direct = uses_gloo(devices.mesh)
+    fun = combined(run, direct=direct) if share or direct else run
     return devices.mapped(fun, axes, _axes_of(program.local), tensors=tensors)
 
 

@@ -34,10 +34,10 @@ from autopar.jax_types import Leaf
 class LogPrograms(abc.ABC):
     """The programs that a planned step runs on its update logs between steps."""
 
-    times: int  #: Number of calls of `catch_up_some` that bring all rows up to date.
+    calls: int  #: Number of calls of `catch_up_some` that bring all rows up to date.
 
     def __init__(self, deferred: Deferred, tables: Any) -> None:
-        """Takes the deferred update; the text of `tables` identifies the tables."""
+        """Keeps the programs of a deferred update; the text of `tables` identifies the tables."""
         self._deferred = deferred
         self.replay: Replay = deferred.replay  #: The replayed steps.
         self._signature = [str(tables), *block_text(deferred.body)]
@@ -51,8 +51,8 @@ class LogPrograms(abc.ABC):
         """Brings all rows up to date, in place; returns now and segment of an empty log."""
 
     @abc.abstractmethod
-    def turned(self, log: AnyLog) -> list[Leaf] | None:
-        """Makes the newer part the older one, and returns its (now, records); None if it takes a flush instead."""
+    def rotate(self, log: AnyLog) -> list[Leaf] | None:
+        """Makes the newer part the older one and returns its (now, records); None if a flush is needed instead."""
 
     @abc.abstractmethod
     def prepare(self, log: AnyLog) -> None:
@@ -64,7 +64,10 @@ class LogPrograms(abc.ABC):
 
     @abc.abstractmethod
     def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
-        """Brings some rows, in place, up to the end of the older part, `closed`; `which`: the call, of `times`."""
+        """Brings some rows, in place, up to the end of the older part.
+
+        `closed`: the log when that part was closed. `which`: the number of the call, of `calls`.
+        """
 
 
 Programs = TypeVar("Programs", bound=LogPrograms)
@@ -83,7 +86,7 @@ class UpdateLog(Generic[Programs]):
     now: int  #: As in `steps`, or more if some steps were done again.
     is_up_to_date: bool = True  #: No row lags behind.
     older: list[Leaf] | None = None  #: (now, records) of the older part when it was closed; None: no row needs it.
-    seen: int = 0  #: Number of calls that brought some rows up to its end.
+    seen: int = 0  #: Number of calls that have brought rows up to its end.
 
     @property
     def entries(self) -> list[Leaf]:
@@ -133,11 +136,11 @@ class UpdateLog(Generic[Programs]):
     @jax_compat.outside_traces()
     def make_room(self) -> None:
         """Makes room for a step, and brings some rows up to the end of the older part, so that it is free in time."""
-        replay, times = self.programs.replay, self.programs.times
+        replay, calls = self.programs.replay, self.programs.calls
         if self.now >= replay.length:
             self.now = int(local(self.steps[0]))
         if self.now >= replay.length:
-            older = self.programs.turned(self)
+            older = self.programs.rotate(self)
             if older is None:
                 self._flush()
             else:
@@ -150,10 +153,10 @@ class UpdateLog(Generic[Programs]):
         _, segment, *rest = self.steps
         closed = [now, segment, *records, *rest[len(records) :]]
         # Evenly over the newer part's steps: all rows are brought up when it is full.
-        for which in range(self.seen, times * (self.now + 1 - replay.part) // replay.part):
+        for which in range(self.seen, calls * (self.now + 1 - replay.part) // replay.part):
             self.programs.catch_up_some(self, closed, which)
             self.seen = which + 1
-        if self.seen == times:
+        if self.seen == calls:
             self.older = None
 
 
@@ -163,14 +166,14 @@ class DeviceLogPrograms(LogPrograms):
     def __init__(
         self, flushes: Sequence[Equation], layouts: Sequence[RowLayout | None], ids: Sequence[int], devices: Devices
     ) -> None:
-        """Takes the planned step's flushes, one for each table, and how many ids a step looks up in each."""
+        """Makes programs of the planned step's flushes, one for each table. `ids`: ids that a step looks up there."""
         deferred = deferred_of(flushes[0])
         tables: list[Replay] = [e.params["replay"] for e in flushes]
         super().__init__(deferred, (tables, layouts, devices))
         replay, count, spread = self.replay, len(flushes), [layout is not None for layout in layouts]
         n, m = replay.changed, len(replay.leaves)
         k = count * m  # leaves, then stamps
-        operand_axes, returned = deferred.spread(spread)
+        operand_axes, returned = deferred.flush_axes(spread)
         #: Inputs of the planned step, the leaves of its tables.
         self.leaves = [leaf for table in tables for leaf in table.leaves]
         self.layouts = layouts  #: The layout of each table's rows; None if each device has all of them.
@@ -180,10 +183,10 @@ class DeviceLogPrograms(LogPrograms):
         self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
         pairs = zip(sizes, spread, strict=True)
-        self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
+        self.calls = deferred.calls(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
         self._changed = [t * m + j for t in range(count) for j in range(n)]
         self._some_compilation: Compilation[Any] | None = None
-        self._turn_compilation: Compilation[Any] | None = None
+        self._rotate_compilation: Compilation[Any] | None = None
 
         def flush(*operands: Leaf) -> tuple[Leaf, ...]:
             return deferred.flush(operands[:k], operands[k : k + count], Entries.of(replay, operands[k + count :]))
@@ -197,8 +200,8 @@ class DeviceLogPrograms(LogPrograms):
             segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
             return *stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
-        def turn(*operands: Leaf) -> tuple[Leaf, ...]:
-            return deferred.turn(operands[:count], Entries.of(replay, operands[count:]))
+        def rotate(*operands: Leaf) -> tuple[Leaf, ...]:
+            return deferred.rotate(operands[:count], Entries.of(replay, operands[count:]))
 
         def here(ids: Leaf, layout: RowLayout | None, extent: int) -> Leaf:
             if layout is None:
@@ -210,7 +213,7 @@ class DeviceLogPrograms(LogPrograms):
             leaves, stamps, (*flat, which) = operands[:k], operands[k : k + count], operands[k + count : -count]
             triples = zip(operands[-count:], layouts, stamps, strict=True)
             ids = [here(rows, layout, len(stamped)) for rows, layout, stamped in triples]
-            return deferred.catch_up_some(leaves, stamps, Entries.of(replay, flat), which, ids, self.times)
+            return deferred.catch_up_some(leaves, stamps, Entries.of(replay, flat), which, ids, self.calls)
 
         shardings = tuple(map(devices.sharding, returned))
         kept = (*self._changed, *range(k, k + count))  # changed leaves, and stamps, are updated in place
@@ -228,8 +231,8 @@ class DeviceLogPrograms(LogPrograms):
             donate_argnums=kept,
         )
         self._begin = jit_on(devices.mesh, begin, out_shardings=self.shardings)
-        turned = *self.shardings[: count + 2], *self.shardings[count + 2 + len(replay.records) :]
-        self._turn = jit_on(devices.mesh, turn, out_shardings=(self.everywhere, *turned))
+        rotated = *self.shardings[: count + 2], *self.shardings[count + 2 + len(replay.records) :]
+        self._rotate = jit_on(devices.mesh, rotate, out_shardings=(self.everywhere, *rotated))
 
     def stored_as(self, index: int) -> tuple[RowLayout | None, int]:
         """Returns the layout of a leaf's rows (None: a plain array), and its row axis."""
@@ -251,11 +254,11 @@ class DeviceLogPrograms(LogPrograms):
     def flush(self, log: AnyLog) -> Sequence[jax.Array]:
         return self._run(log, self._flush, *log.steps)
 
-    def turned(self, log: AnyLog) -> list[Leaf] | None:
-        if self._turn_compilation is not None:
-            self._turn_compilation.finish()
-        takes_all, *rest = self._turn(*log.entries)
-        if bool(local(takes_all)):
+    def rotate(self, log: AnyLog) -> list[Leaf] | None:
+        if self._rotate_compilation is not None:
+            self._rotate_compilation.finish()
+        needs_flush, *rest = self._rotate(*log.entries)
+        if bool(local(needs_flush)):
             return None
         count, part = len(log.stamps), self.replay.part
         records = [np.asarray(local(x))[part:] for x in log.steps[2 : 2 + len(self.replay.records)]]
@@ -278,8 +281,8 @@ class DeviceLogPrograms(LogPrograms):
             some = *map(_shape, log.leaves), *entries, np.int32(0), *map(_shape, self._no_rows)
             what = "what brings rows up to date that wait"
             self._some_compilation = beside(what, lambda: self._some.lower(*some).compile())
-            self._turn_compilation = beside(
-                "what a full update log needs", lambda: self._turn.lower(*entries).compile()
+            self._rotate_compilation = beside(
+                "what a full update log needs", lambda: self._rotate.lower(*entries).compile()
             )
 
     def catch_up(self, log: AnyLog, rows: Mapping[int, jax.Array]) -> None:

@@ -181,14 +181,16 @@ def verify_timeline(timeline: Timeline) -> None:
         for value in reads_of(action):
             if value in timeline.arguments and (where, value) not in dropped:
                 held.add((where, value))
-            assert (where, value) not in dropped, f"{_told(action)} reads {_named(value)}, which was dropped before"
-            assert (where, value) in held, f"{_told(action)} reads {_named(value)}, which device {where} doesn't have"
+            assert (where, value) not in dropped, f"{_describe(action)} reads {_named(value)}, which was dropped before"
+            assert (where, value) in held, (
+                f"{_describe(action)} reads {_named(value)}, which device {where} doesn't have"
+            )
         at = action.target if isinstance(action, Send) else action.device
         sums = set(action.sums.values()) if isinstance(action, Run) else set()
         once_more = isinstance(action, Run) and action.microbatch is None  # stages of a device may share it
         for value in writes_of(action):
             assert once_more or value in sums or (at, value) not in held, (
-                f"{_told(action)} makes {_named(value)} once more"
+                f"{_describe(action)} makes {_named(value)} once more"
             )
             held.add((at, value))
         for value in sums:
@@ -220,7 +222,7 @@ def _named(value: Value) -> str:
     return f"{value.var.type} of {value.part}{version}"
 
 
-def _told(action: Action) -> str:
+def _describe(action: Action) -> str:
     if isinstance(action, Run):
         return f"{action.program.phase}{action.program.stage}({action.microbatch}) on device {action.device}"
     if isinstance(action, Send):

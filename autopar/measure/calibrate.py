@@ -23,8 +23,8 @@ import numpy as np
 
 from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
+from autopar.backends.gloo import uses_gloo
 from autopar.backends.indices import find, sorted_unique
-from autopar.backends.messages import by_gloo
 from autopar.cost.rates import Rates, planned_rates
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.measure import loops
@@ -93,7 +93,7 @@ def rates_of(
     figures: Figures = {}
     for purpose in reversed(purposes):  # figures by which methods were compared before prevail
         figures |= _known[devices, purpose]
-    return replace(rates_of_figures(figures, _assumed(devices)), joins_sums=by_gloo(devices.mesh))
+    return replace(rates_of_figures(figures, _assumed(devices)), joins_sums=uses_gloo(devices.mesh))
 
 
 def _assumed(devices: Devices) -> Rates:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.backends.messages import NAMED
+from autopar.backends.gloo import NAMED
 from autopar.ir.figures import wire_bytes
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
@@ -38,7 +38,7 @@ class Collective:
     times: int
     #: Devices that take part together, by their number in the mesh; empty: all.
     groups: tuple[tuple[int, ...], ...] = ()
-    is_whole: bool = False  #: Each device sends its part of a sum to all others, uncut (`backends.messages`).
+    is_whole: bool = False  #: Each device sends its part of a sum to all others, uncut (`backends.gloo`).
 
     @property
     def sizes(self) -> tuple[int, ...]:

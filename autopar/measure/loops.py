@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.backends.across import jit_on, place_array
 from autopar.backends.devices import Devices
-from autopar.backends.messages import added_up, by_gloo, sent_to_all
+from autopar.backends.gloo import direct_all_gather, direct_all_reduce, uses_gloo
 from autopar.ir.figures import SHARED_BYTES
 from autopar.jax_types import Array
 from autopar.launch.group import Group
@@ -41,17 +41,17 @@ def collective_points(
       in_steps: Small ones go as in planned steps, by messages to all devices where XLA's would be rings.
     """
     count, axis = devices.count, devices.axis
-    by_messages = in_steps and by_gloo(devices.mesh) and max(sizes) <= SHARED_BYTES
+    direct = in_steps and uses_gloo(devices.mesh) and max(sizes) <= SHARED_BYTES
 
     def to_all(x: Array) -> Array:
         return jax.lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(-1)
 
     def gather(x: Array) -> Array:
-        gathered = sent_to_all(x, axis).reshape(-1) if by_messages else jax.lax.all_gather(x, axis, tiled=True)
+        gathered = direct_all_gather(x, axis).reshape(-1) if direct else jax.lax.all_gather(x, axis, tiled=True)
         return gathered[: x.shape[0]] + x
 
     def reduce(x: Array) -> Array:
-        return (added_up(x, axis) if by_messages else jax.lax.psum(x, axis)) * (1 / count)
+        return (direct_all_reduce(x, axis) if direct else jax.lax.psum(x, axis)) * (1 / count)
 
     step = {"all_reduce": reduce, "all_gather": gather, "all_to_all": to_all}[collective]
     parts = count if collective == "all_gather" else 1  # a device contributes 1 / parts of the result

@@ -330,11 +330,11 @@ class StageCutter:
         self._add_shared(whole, outputs)
         kept = {a for equations in whole.values() for a in free_values(equations)} | {*joins, *outputs}
         known = {*joins, *outputs}
-        programs, told = [], set[tuple[int, Var]]()
+        programs, returned = [], set[tuple[int, Var]]()
         for (phase, stage, level), equations in sorted(whole.items(), key=lambda item: _position(*item[0])):
             values = [v for e in equations for v in e.outputs if v in kept]
-            values = [v for v in values if v not in self.anywhere or (v in known and (stage, v) not in told)]
-            told.update((stage, v) for v in values)
+            values = [v for v in values if v not in self.anywhere or (v in known and (stage, v) not in returned)]
+            returned.update((stage, v) for v in values)
             block = Block(tuple(free_values(equations)), tuple(equations), tuple(values))
             programs.append(StageProgram(phase, stage, level, block))
         return tuple(programs)

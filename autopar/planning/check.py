@@ -1,16 +1,16 @@
-"""`check`: compares what a compiled step sends between devices with its plan.
+"""`check`: compares the bytes that a compiled step sends between devices with its plan.
 
-The collectives are those of XLA's compiled program (`measure.collectives`), which doesn't say what they are for:
+XLA's compiled program (`measure.collectives`) lists collectives, and doesn't say what they are for:
 
 - All-to-alls belong to the tables alone: their bytes must be the plan's.
 - All-gathers belong to the tables, and to the model where its examples meet (negatives of the same batch).
-- Sums of tables are found by their sizes. The rest are gradients of dense leaves, and sums over examples (losses,
-  norms).
+- All-reduces of tables are found by their sizes. The rest are gradients of dense leaves, and sums over examples
+  (losses, norms).
 
-A device's own program contains its reductions and gathers of the model. They bound what is sent: XLA merges equal ones
-and drops unread ones. All branches of a `cond` count. A loop whose number of turns XLA doesn't know is listed by the
-turn. What XLA inserts in a program that it partitions is in no plan. Two families with the same ids may exchange these
-once, which the plan doesn't know.
+The *written* collectives are those in the program of one device that autopar made, without tables' rows. They are an
+upper bound of what is sent: XLA merges equal ones and drops unread ones. All branches of a `cond` count. A loop whose
+trip count XLA doesn't know is listed by the iteration. Collectives that XLA inserts in a program that it partitions are
+in no plan. Two families with the same ids may exchange these once, which the plan doesn't know.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from autopar.run.pipeline import PipelineRunner
 from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import StageExecutor
 
-#: Collectives of a plan's exchanges, and others that XLA has.
+#: Collectives of a plan's exchanges, and other ones of XLA.
 _EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
 #: An upper bound may be exceeded by this factor.
 _SLACK = 1.08
-#: The collective of rows about a pipeline's messages.
+#: The "collective" of a pipeline's messages.
 SEND = "send"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of a check: bytes that each device sends in a step."""
+    """A line of a check: bytes that each device sends in a step."""
 
     collective: str  #: XLA's name of the collective; "send" in a pipeline.
-    what: str  #: What it is for.
-    planned: int | None  #: Bytes by the plan; None: it doesn't say.
+    what: str  #: Its purpose.
+    planned: int | None  #: Bytes by the plan; None: the plan doesn't say.
     compiled: int  #: Bytes by the compiled program.
     count: int  #: Number of arrays in the compiled program.
-    at_most: bool = False  #: Whether `planned` is an upper bound: XLA may add up sums before it reduces them.
+    at_most: bool = False  #: `planned` is an upper bound: XLA may add up values before it reduces them.
 
     @property
     def ok(self) -> bool:
-        """Says whether the compiled program agrees with the plan, if the plan says anything."""
+        """Says whether the compiled program agrees with the plan, as far as the plan says anything."""
         if self.planned is None or self.at_most:
             return self.planned is None or self.compiled <= _SLACK * self.planned
         return self.planned == self.compiled
@@ -79,7 +79,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of `check`; `str()` is a table. It is true if all is as planned. `note`: what isn't in it."""
+    """The result of `check`; true if all is as planned; `str()` is a table. `note`: says what it doesn't cover."""
 
     step: str
     devices: int
@@ -110,9 +110,9 @@ class Check:
 
 
 def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
-    """Compiles a planned step and compares its collectives with the plan. Nothing is run.
+    """Compiles a planned step and compares its collectives with the plan; runs nothing.
 
-    Of replicas (`sync=`) a client's own step is checked. Several processes check together.
+    With replicas (`sync=`) it checks a client's own step. Several processes call it together.
 
     Args:
       step: The step that `parallelize` returned.
@@ -127,23 +127,23 @@ def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
 
 
 def compare_step(planned: PlannedStep, name: str) -> Check:
-    """Compares a planned step with its plan. `name`: the step's. Errors as of `check`."""
-    sent = planned.way.sends(planned, name)
-    if sent is not None:
-        return sent
+    """Compares a planned step, called `name`, with its plan. Raises ArgumentsError as `check` does."""
+    made = planned.way.sends(planned, name)
+    if made is not None:
+        return made
     untimed = replace(planned, machine=NOWHERE)
-    made = plan_of(untimed, name, None)
+    plan = plan_of(untimed, name, None)
     collectives = read_collectives(planned.runner.lower().compile().as_text())
     program = planned.compiled.program
-    own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
-    if made.tensor is None or planned.devices is None:
-        return compare_collectives(made, collectives, own)
-    divided = [c for c in collectives if _is_divided(c, planned.devices)]
-    rest = compare_collectives(made, [c for c in collectives if c not in divided], own)
-    return Check(name, planned.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
+    written = None if program.local is None else written_collectives(program.block, plan.devices, collectives)
+    if plan.tensor is None or planned.devices is None:
+        return compare_collectives(plan, collectives, written)
+    tensor = [c for c in collectives if _is_over_tensor_axis(c, planned.devices)]
+    rest = compare_collectives(plan, [c for c in collectives if c not in tensor], written)
+    return Check(name, planned.devices.mesh.size, (*_compare_tensor(plan.tensor, tensor), *rest.rows))
 
 
-def _is_divided(collective: Collective, devices: Devices) -> bool:
+def _is_over_tensor_axis(collective: Collective, devices: Devices) -> bool:
     assert devices.tensor_axis is not None, "there is a tensor axis"
     shape, along = devices.mesh.devices.shape, devices.mesh.axis_names.index(devices.tensor_axis)
     groups = collective.groups or (tuple(range(devices.mesh.size)),)
@@ -151,8 +151,8 @@ def _is_divided(collective: Collective, devices: Devices) -> bool:
     return all((np.delete(each, along, 0) == np.delete(each, along, 0)[:, :1]).all() for each in coordinates)
 
 
-def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> list[CheckRow]:
-    """Compares the exchanges of devices that divide products: sums, and gathers if the plan has some."""
+def _compare_tensor(plan: TensorPlan, collectives: Sequence[Collective]) -> list[CheckRow]:
+    """Compares collectives over the tensor axis: all-reduces, and all-gathers if the plan has some."""
     rows = []
     gathers = any(group.gathers for group in plan.taken)
     for op in dict.fromkeys(("all-reduce", *(c.op for c in collectives))):
@@ -164,13 +164,13 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
 
 
 def _all_sent(collectives: Sequence[Collective], devices: int, times: int = 1) -> tuple[int, int]:
-    """Returns the bytes that each device sends for collectives, done `times` times, and the number of arrays."""
+    """Returns the bytes that each device sends for collectives that run `times` times, and the number of arrays."""
     counts = [(c.times * c.sent(devices), c.times * len(c.arrays)) for c in collectives]
     return times * sum(sent for sent, _ in counts), times * sum(arrays for _, arrays in counts)
 
 
 def compare_pipeline(planned: PlannedStep, step: str) -> Check:
-    """Compares what a pipeline's devices send each other, and within stages, with the plan."""
+    """Compares what a pipeline's devices send, between stages and within them, with the plan."""
     runner, plan = planned.runner, planned.compiled.plan.pipeline
     assert isinstance(runner, (PipelineRunner, AsynchronousRunner)) and plan is not None, "there are stages"
     made = compare_sends(step, plan, runner.timeline)
@@ -178,8 +178,8 @@ def compare_pipeline(planned: PlannedStep, step: str) -> Check:
 
 
 def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRow]:
-    """Compares, for this process's stages, the exchanges within stages over all microbatches. All stages make one row:
-    the plan counts a sum where it is read, and the stage before may have made it."""
+    """Compares the exchanges within this process's stages, over all microbatches. All stages make one row: the plan
+    counts a sum where it is read, and the stage before may have computed it."""
     planned, rows = plan.microbatches * sum(stage.exchanged_bytes for stage in plan.stages), []
     made = [] if plan.tensor == 1 else executor.collectives()
     for op in dict.fromkeys(c.op for c in made):
@@ -189,8 +189,8 @@ def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRo
 
 
 def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
-    """Compares a pipeline's plan with its devices' sends: for microbatches by stage, or by device if a device has
-    several stages. The rest is sums, norms, results and weights of several stages."""
+    """Compares a pipeline's plan with its devices' sends: those of microbatches by stage, or by device if a device has
+    several stages; then the rest (sums, norms, results, weights of several stages)."""
     rows, sent, count = [], list(timeline.sends()), timeline.microbatches
     tasks = [run for run in timeline.actions if isinstance(run, Run) and run.program.phase in ("F", "B", "W")]
     made = {value for run in tasks for value in run.writes}
@@ -220,82 +220,85 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
 
 
 def compare_collectives(
-    plan: Plan, collectives: Sequence[Collective], own: Sequence[Collective] | None = None
+    plan: Plan, collectives: Sequence[Collective], written: Sequence[Collective] | None = None
 ) -> Check:
-    """Compares a plan with the collectives of the program compiled by it. `own`: those written in a device's own
-    program."""
+    """Compares a plan with the collectives of the compiled program. `written`: of `written_collectives`, if XLA doesn't
+    partition the program."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
         return Check(plan.step, 1, tuple(rows))
-    pool, written = _Pool.of(collectives, plan.devices), None if own is None else _Pool.of(own, plan.devices)
-    rows = [row for table in plan.families for row in _reduced(table, pool, written)]
-    rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool, written)]
+    found = _Unexplained.of(collectives, plan.devices)
+    bound = None if written is None else _Unexplained.of(written, plan.devices)
+    rows = [row for table in plan.families for row in _compare_reduction(table, found, bound)]
+    rows += [row for op in _EXCHANGES for row in _compare_exchanges(plan, op, found, bound)]
     unplanned = None if _has_shards(plan) else 0
-    rows += [CheckRow(op, "arrays that XLA moves", unplanned, *pool.rest(op)) for op in _OTHERS]
+    rows += [CheckRow(op, "arrays that XLA moves", unplanned, *found.take_all(op)) for op in _OTHERS]
     dense = _sizes_of([*plan.dense, *(t for t in plan.tables if not t.lifted)])
 
     def rest(op: str, what: str, sizes: Collection[int] | None = None) -> CheckRow:
-        planned = None if written is None else written.rest(op, sizes)[0]
-        return CheckRow(op, what, planned, *pool.rest(op, sizes), at_most=planned is not None)
+        planned = None if bound is None else bound.take_all(op, sizes)[0]
+        return CheckRow(op, what, planned, *found.take_all(op, sizes), at_most=planned is not None)
 
     rows += [
         rest("all-reduce", "gradients of dense leaves", dense),
-        CheckRow("all-reduce", "as large as a whole table", 0, *pool.rest("all-reduce", _lifted_sizes(plan))),
+        CheckRow("all-reduce", "as large as a whole table", 0, *found.take_all("all-reduce", _lifted_sizes(plan))),
         rest("all-reduce", "sums over examples"),
         rest("any", "flags"),
-        _more_for_whole(collectives, plan.devices),
-        *_turns(collectives, own or (), plan.devices),
+        _more_than_rings(collectives, plan.devices),
+        *_compare_iterations(collectives, written or (), plan.devices),
     ]
     return Check(plan.step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
 
 
-def _more_for_whole(collectives: Sequence[Collective], devices: int) -> CheckRow:
-    """Tells by how many bytes sums that are sent whole exceed rings."""
+def _more_than_rings(collectives: Sequence[Collective], devices: int) -> CheckRow:
+    """Returns by how many bytes all-reduces that send operands whole exceed rings."""
     whole = [c for c in collectives if c.is_whole]
     more = sum(c.times * (c.sent(devices) - replace(c, is_whole=False).sent(devices)) for c in whole)
     return CheckRow("all-reduce", "more for small sums, which go whole", None, more, len(whole))
 
 
-def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices: int) -> list[CheckRow]:
-    """Compares a turn of loops whose number of turns isn't known. Such loops may also do the tables' work in the
-    compiled program: only the collectives of `own` are looked for."""
-    compiled, written = (_Pool.of([replace(c, times=1) for c in x if not c.times], devices) for x in (collectives, own))
+def _compare_iterations(
+    collectives: Sequence[Collective], written: Sequence[Collective], devices: int
+) -> list[CheckRow]:
+    """Compares an iteration of the loops of unknown trip count. Such loops may also do the tables' work in the compiled
+    program: only written collectives are looked for."""
+    once = ([replace(c, times=1) for c in each if not c.times] for each in (collectives, written))
+    compiled, bound = (_Unexplained.of(each, devices) for each in once)
     rows = []
-    for op in dict.fromkeys(op for op, _, _ in written.arrays):
-        found = [compiled.take(op, nbytes) for each, nbytes, _ in written.arrays if each == op]
-        sent, counts = map(sum, zip(*found, strict=True))
-        rows.append(CheckRow(op, "each turn of a while loop", written.rest(op)[0], sent, counts, at_most=True))
+    for op in dict.fromkeys(op for op, _, _ in bound.arrays):
+        taken = [compiled.take(op, nbytes) for each, nbytes, _ in bound.arrays if each == op]
+        sent, counts = map(sum, zip(*taken, strict=True))
+        rows.append(CheckRow(op, "each turn of a while loop", bound.take_all(op)[0], sent, counts, at_most=True))
     return rows
 
 
 @dataclass(slots=True)
-class _Pool:
-    """Arrays that a program sends and that no row explains yet: (collective, bytes of the array, bytes that a device
-    sends). Flags of all collectives are "any"."""
+class _Unexplained:
+    """The arrays of a program's collectives that no row of the check explains yet."""
 
+    #: (collective, bytes of the array, bytes that a device sends); flags are of the collective "any".
     arrays: list[tuple[str, int, int]]
 
     @staticmethod
-    def of(collectives: Sequence[Collective], devices: int) -> _Pool:
+    def of(collectives: Sequence[Collective], devices: int) -> _Unexplained:
         arrays = []
         for c in collectives:
             for array in c.arrays:
                 one = Collective(c.op, (array,), 1)
                 op = "any" if array[0] == "pred" else c.op
                 arrays += [(op, one.nbytes, one.sent(devices))] * c.times
-        return _Pool(arrays)
+        return _Unexplained(arrays)
 
     def take(self, op: str, nbytes: int) -> tuple[int, int]:
-        """Takes one array of this size; returns the bytes that a device sends for it and 1, or zeros if there is
-        none."""
+        """Takes one array of this size; returns the bytes that a device sends for it, and 1; zeros if there is none."""
         taken = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
         if taken is None:
             return 0, 0
         self.arrays.remove(taken)
         return taken[2], 1
 
-    def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
-        """Takes all arrays of a collective, or those of some sizes; returns the bytes that a device sends, and their
+    def take_all(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
+        """Takes a collective's arrays, of all sizes or of some; returns the bytes that a device sends, and their
         number."""
 
         def is_one(array: tuple[str, int, int]) -> bool:
@@ -306,43 +309,42 @@ class _Pool:
         return sum(sent for _, _, sent in arrays), len(arrays)
 
 
-def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """Compares the sum of a table's gradient: of all rows, or of touched ones."""
+def _compare_reduction(table: TablePlan, found: _Unexplained, bound: _Unexplained | None) -> list[CheckRow]:
+    """Compares the all-reduce of a table's gradient, of all rows or of touched ones."""
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
         return []
     rows = sizes.extent if method == "allreduce" else sizes.routed
     arrays = [rows * row for row in sizes.reduced_gradients]
     planned = sum(Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices) for nbytes in arrays)
-    sent, counts = zip(*(pool.take("all-reduce", nbytes) for nbytes in arrays), strict=True)
-    if written is not None:
+    sent, counts = zip(*(found.take("all-reduce", nbytes) for nbytes in arrays), strict=True)
+    if bound is not None:
         for nbytes in arrays:
-            written.take("all-reduce", nbytes)
+            bound.take("all-reduce", nbytes)
     what, several = f"{table.path}, {method}", len(arrays) > 1  # of which XLA may make one
     return [CheckRow("all-reduce", what, planned, sum(sent), sum(counts), at_most=several)]
 
 
-def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """Compares one collective's exchanges of all tables' rows, and what is gathered besides."""
-    whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
-    sent, count = pool.rest(op)
+def _compare_exchanges(plan: Plan, op: str, found: _Unexplained, bound: _Unexplained | None) -> list[CheckRow]:
+    """Compares a collective's exchanges of all tables' rows; the rest of all-gathers is the model's."""
+    has_whole_table = any(array[:2] == (op, size) for array in found.arrays for size in _lifted_sizes(plan))
+    sent, count = found.take_all(op)
     if any(table.lifted and table.sizes is None for table in plan.tables):
         return [CheckRow(op, "ids and rows of tables, some only read", None, sent, count)]
-    possible = _possible(plan, op)
+    possible = _possible_bytes(plan, op)
     planned = max((p for p in possible if p <= sent), default=max(possible))
     what = "ids, rows and gradients of tables"
     if op != "all-gather" or sent <= planned:
         return [CheckRow(op, what, planned if sent == planned else max(possible), sent, count)]
-    alien = None if _has_shards(plan) or not whole else 0
-    if alien is None and written is not None:
-        alien = written.rest(op)[0]
-    model = CheckRow(op, "arrays of the model", alien, sent - planned, 0, at_most=bool(alien))
+    most = None if _has_shards(plan) or not has_whole_table else 0
+    if most is None and bound is not None:
+        most = bound.take_all(op)[0]
+    model = CheckRow(op, "arrays of the model", most, sent - planned, 0, at_most=bool(most))
     return [CheckRow(op, what, planned, planned, count), model]
 
 
-def _possible(plan: Plan, op: str) -> set[int]:
-    """Returns the bytes that the tables' exchanges by a collective may take: families with the same ids may share
-    these."""
+def _possible_bytes(plan: Plan, op: str) -> set[int]:
+    """Returns the numbers of bytes that a collective of tables may send: families with the same ids may share it."""
     totals, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
         lifted = predict_method(table, table.method) if table.lifted else None
@@ -373,30 +375,31 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
     return 0 if dtype.startswith("key<") else math.prod(shape) * jax.numpy.dtype(dtype).itemsize
 
 
-def own_collectives(block: Block, devices: int, compiled: Sequence[Collective]) -> list[Collective]:
-    """Returns the reductions and gathers in a device's own program, without tables' rows, as often as a step does them.
-    All branches count, as in `compiled`. `times` is 0 on both sides for a `while` whose number of turns XLA doesn't
-    know."""
-    return [c if c.times else replace(c, times=_known_turns(c, compiled)) for c in _written(block, devices, 1)]
+def written_collectives(block: Block, devices: int, compiled: Sequence[Collective]) -> list[Collective]:
+    """Returns the reductions and gathers in a device's own program, without tables' rows.
+
+    `times` is how often a step runs each, as in `compiled`; 0 in a `while` loop whose trip count XLA doesn't know.
+    """
+    return [c if c.times else replace(c, times=_trip_count(c, compiled)) for c in _written(block, devices, 1)]
 
 
 def _written(block: Block, devices: int, times: int) -> Iterator[Collective]:
     for equation in block.equations:
         if equation.op == "ap.reduce":
-            yield from _reduced_arrays(equation, devices, times)
+            yield from _reductions(equation, devices, times)
         elif equation.op == "ap.replicate":
             yield _collective("all-gather", devices * equation.inputs[0].type.nbytes, times)
         for body in equation.bodies:
-            yield from _written(body, devices, times * _body_turns(equation))
+            yield from _written(body, devices, times * _body_count(equation))
 
 
-def _body_turns(equation: Equation) -> int:
-    """Returns how often a step runs a body of the equation; 0 for a loop that ends by a condition."""
+def _body_count(equation: Equation) -> int:
+    """Returns how often an equation runs its bodies; 0 for a `while` loop."""
     names = {"scan": "length", "ap.microbatches": "count"}
     return 0 if equation.op == "while" else equation.params[names[equation.op]] if equation.op in names else 1
 
 
-def _reduced_arrays(equation: Equation, devices: int, times: int) -> Iterator[Collective]:
+def _reductions(equation: Equation, devices: int, times: int) -> Iterator[Collective]:
     type_, op = equation.inputs[0].type, equation.params["op"]
     if type_.dtype == np.bool_ or REDUCERS[op].collective is None:
         yield _collective("all-gather", devices * type_.nbytes, times, "pred" if type_.dtype == np.bool_ else "u8")
@@ -410,6 +413,6 @@ def _collective(op: str, nbytes: int, times: int, dtype: str = "u8") -> Collecti
     return Collective(op, ((dtype, (nbytes,)),), times)
 
 
-def _known_turns(written: Collective, compiled: Sequence[Collective]) -> int:
+def _trip_count(written: Collective, compiled: Sequence[Collective]) -> int:
     alike = (c.times for c in compiled if c.op == written.op and written.nbytes in c.sizes)
     return max((times for times in alike if times > 1), default=0)

@@ -398,8 +398,8 @@ class Explanation:
             text += ". sparse='lazy': rows that a batch doesn't touch don't move, which is not what the plain step does"
         yield f"{text}."
         seconds = sum(s for _, _, s in self.passes)
-        told = ":" if self.verbose else " (verbose=True lists the passes)."
-        yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{told}"
+        passes = ":" if self.verbose else " (verbose=True lists the passes)."
+        yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{passes}"
 
 
 def _with_slots(rows: Sequence[ExplainedLeaf]) -> Sequence[ExplainedLeaf]:

@@ -142,10 +142,10 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
         sent = f"{counts}, {format_bytes(group.sent)} from each device in a step"
         alike.setdefault(f"{'divided' if group.taken else 'whole'}; {sent}; {group.reason}", []).append(group)
     lines = []
-    for told, groups in alike.items():
+    for text, groups in alike.items():
         axes = {path: group.axes[path] for group in groups for path in group.weights}
         weights = ", ".join(f"{name} (axis {axes[paths[0]]})" for name, paths in fold_paths(axes, lines=1).items())
-        lines.append(f"  {weights}: {f'{len(groups)} groups, each ' * (len(groups) > 1)}{told}")
+        lines.append(f"  {weights}: {f'{len(groups)} groups, each ' * (len(groups) > 1)}{text}")
     if not lines:
         return ("No product can be divided over the devices of the tensor axis.",)
     return f"Products that {plan.tensor.devices} devices can divide:", *lines
@@ -507,7 +507,7 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
         *[slack] * bool(plan.slack),
         *_late_notes(plan),
         f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
-        "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
+        "there is none: autopar.train_batches(step, state, batches). autopar.drain(state) finishes those on their way.",
     ]
 
 
@@ -517,13 +517,13 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
 def owner_notes(planned: PlannedStep) -> Iterator[str]:
     """Yields lines on what owners of rows compute, and what crosses between them, for tables whose rows are spread."""
     program, bound = planned.compiled.analysed, planned.compiled.bound
-    told: dict[str, list[str]] = {}
+    computed: dict[str, list[str]] = {}
     for family in bound.families:
         if bound.devices > 1 and family.method == "ps":
             space = next(s for s in program.facts.spaces if s.family == family.family)
             paths = [program.inputs[k].path for k in space.tables]
-            told.setdefault(_described(*after_the_sum(program, family.family)), []).extend(paths)
-    for text, paths in told.items():
+            computed.setdefault(_described(*after_the_sum(program, family.family)), []).extend(paths)
+    for text, paths in computed.items():
         names = ", ".join(fold_paths(dict.fromkeys(paths, 0), _SHOWN))
         yield f"From the sum of gradients to the update the owners of {names} compute {text}."
 

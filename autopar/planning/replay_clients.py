@@ -1,8 +1,8 @@
-"""Replay and `verify` of clients (`sync=`): everything that they did, one after the other in one process.
+"""Replays the training of clients (`sync=`) sequentially in one process, and compares it with a run (`verify`).
 
-It is the oracle of `sync=`, which computes another function than the step on one device. Clients that average all at
-once are replayed from their minibatches; clients that don't wait (`autopar.sync.Async`, `Elastic`, `ADPSGD`) from a
-timeline. Both give the same bits if they run a client's own compiled programs.
+Training with `sync=` is another function than the step on one device; the replay defines it. Clients that all average
+at once are replayed from their minibatches, those that don't wait (`autopar.sync.Async`, `Elastic`, `ADPSGD`) from a
+timeline. With a client's own compiled programs both give the same bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
 from autopar.ways.way import AllCalls, Replayed
 
-#: The references, for messages: for replicas, and for a state that servers keep.
+#: Names of the reference in messages: for replicas, and for a state that servers keep.
 _MEANS = "a sequential replay of all clients' steps and means, since replicas are another function than the plain step"
 _SERVED = "a sequential replay of what its servers did, since asynchronous training is another function than the step"
 _mean = jax.jit(mean_of)
@@ -49,8 +49,8 @@ _mean = jax.jit(mean_of)
 def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Leaf]]:
     """Trains replicas in one process, one client after the other, as several processes would.
 
-    Clients' steps run by their own programs: on one kind of machine the numbers are those of the processes, to the bit.
-    It also shows without processes how a way of training works out.
+    Clients' steps run by their own programs: on one kind of machine the numbers equal those of the processes, to the
+    bit. So a way of training can be tried without processes.
 
     Args:
       step: The step that `parallelize(..., sync=...)` returned for a function `(state, batch)`.
@@ -58,7 +58,7 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
       minibatches: For each step a list with a batch for each client.
 
     Yields:
-      The results of each client's call, after each step. The next step updates these states in place.
+      After each step the results of each client's call. The next step updates these states in place.
 
     Raises:
       ArgumentsError: a step without `sync=`, or a changing number of minibatches.
@@ -86,7 +86,7 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
         return
     if not isinstance(first, Sequence) or not first:
         raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
-    planned = _among(step, len(first)).planned_for(state, first[0])
+    planned = _with_clients(step, len(first)).planned_for(state, first[0])
 
     def calls() -> Iterator[list[list[Leaf]]]:
         for k, batches in enumerate(itertools.chain([first], coming)):
@@ -100,9 +100,9 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
         yield [planned.out_tree.unflatten(own) for own in results]
 
 
-def _among(step: ParallelStep, clients: int, servers: int | None = None) -> ParallelStep:
-    """Returns the step for `clients` clients, and `servers` servers, that aren't here; raises ArgumentsError if there
-    can't be so many."""
+def _with_clients(step: ParallelStep, clients: int, servers: int | None = None) -> ParallelStep:
+    """Returns the step as for `clients` clients and `servers` servers, which needn't exist; raises ArgumentsError if
+    there can't be so many."""
     way = step.planner.way.among(clients, servers)
     return ParallelStep(replace(step.planner, way_of=way.by, clients=None))
 
@@ -110,8 +110,10 @@ def _among(step: ParallelStep, clients: int, servers: int | None = None) -> Para
 def replay_replicas(
     program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
 ) -> Iterator[list[list[Leaf]]]:
-    """Yields each client's flat results of each step. `minibatches` has for each step each client's flat arguments;
-    states are taken from the first step, where all are equal."""
+    """Yields each client's flat results of each step.
+
+    `minibatches`: for each step each client's flat arguments; the state is that of the first step.
+    """
     states, touched = program.new_states, runner.touched
     leaves: list[dict[int, Leaf]] = []
     shared: list[Replicas] = []
@@ -129,7 +131,7 @@ def replay_replicas(
         exchanges = [runner.exchange(*pair) for pair in zip(shared, weights, strict=True)]
         unions = [np.bitwise_or.reduce(bits) for bits in zip(*map(next, exchanges), strict=True)]
         sent = [exchange.send(unions) for exchange in exchanges]
-        # All means come first: `send` below updates in place what was sent.
+        # All means come before `send` below, which updates the sent arrays in place.
         means = []
         for c, each in enumerate(shared):
             partners = runner.topology(len(sent)).partners(c, each.steps)
@@ -143,11 +145,11 @@ def replay_replicas(
 
 
 def timeline(state: Pytree) -> Timeline:
-    """Returns the order in which servers applied pushes or exchanges since the first call, and the version that each
-    had seen.
+    """Returns the order in which servers applied pushes or exchanges since the first call, and the version of the
+    weights that each was made from.
 
     `autopar.replay_timeline` computes the numbers again from it; its `staleness` and `steps` describe the training.
-    Waits for all pushes; servers go on afterwards. Collective: all processes call it.
+    Waits for all pushes; servers continue afterwards. Collective: all processes call it.
 
     Args:
       state: A state that a step with `sync=autopar.sync.Async(...)`, or `Elastic(...)`, returned.
@@ -170,10 +172,10 @@ def timeline(state: Pytree) -> Timeline:
 def replay_timeline(
     step: ParallelStep, state: Pytree, minibatches: Sequence[Sequence[Any]], timeline: Timeline
 ) -> tuple[Pytree, list[list[Pytree]]]:
-    """Computes in one process what workers and servers computed together, message by message in their order.
+    """Repeats in one process what workers and servers computed, message by message in their order.
 
     The programs are the workers' own: on one kind of machine the numbers are theirs, to the bit. A worker of several
-    devices is replayed by these if this process has them all; otherwise by one device, which rounds differently.
+    devices is replayed on these if this process has them all, otherwise on one device, which rounds differently.
 
     Args:
       step: The step that `parallelize(..., sync=autopar.sync.Async(...))`, or `Elastic(...)`, returned for a function
@@ -214,7 +216,7 @@ def replay_timeline(
     first = next((own[0] for own in minibatches if own), None)
     if first is None:
         raise ArgumentsError("replay_timeline was given no minibatches")
-    planned = _among(step, timeline.workers, len(timeline.events)).planned_for(state, first)
+    planned = _with_clients(step, timeline.workers, len(timeline.events)).planned_for(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
     leaves, done = planned.way.followed(planned, start, calls, timeline, step.clients)
@@ -225,7 +227,7 @@ def replay_timeline(
 def replay_served(
     planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, programs: ServedPrograms
 ) -> Replayed:
-    """Replays a timeline of servers by `programs`. Arguments and results as of `replay_center`; results have None for
+    """Replays a timeline of servers by `programs`. Arguments and results as for `replay_center`, with None in place of
     the state.
 
     Raises:
@@ -241,8 +243,8 @@ def replay_served(
     program = planned.compiled.analysed
     if len(programs.servers) != len(timeline.events):
         raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
-    job = Job(programs, start, timeline.workers, None)
-    done = job.run(counts, lambda w, c: calls[w][c], Recorded(timeline))
+    job = LocalJob(programs, start, timeline.workers, None)
+    done = job.run(counts, lambda w, c: calls[w][c], RecordedOrder(timeline))
     new, count = job.state(), range(len(program.outputs))
     leaves = [_like(new[k], x) if k in new else copied(x) for k, x in enumerate(start)]
     return leaves, [[[own.get(k) for k in count] for own in each] for each in done]
@@ -266,13 +268,13 @@ def replay_center(
         raise TimelineError(f"{name} has {parts.count} servers at most, not {servers}")
     own = [dict(enumerate(parts.of(n, weights))) for n in range(servers)]
     centers = [Center(leaves, sync.alpha, timeline.workers) for leaves in own]
-    clients = _run(planned, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
+    clients = _run_timeline(planned, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
     centre = parts.joined([[*center.leaves.values()] for center in centers])
-    return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
+    return _as_replayed(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
 
 
 def replay_ring(planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline) -> Replayed:
-    """Replays a timeline of a ring. Arguments, results and errors as of `replay_center`."""
+    """Replays a timeline of a ring. Arguments, results and errors as for `replay_center`."""
     weights, count, plan = _weights(planned, start), timeline.workers, planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
     topology, rows = plan.topology(count), TouchedRows(planned.compiled, plan)
@@ -281,10 +283,10 @@ def replay_ring(planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, ti
         raise TimelineError(f"the timeline isn't of a ring of {count} clients")
     ends = [RingEnd([*weights], rows, topology, c, equal=True) for c in range(count)]
     neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
-    clients = _run(planned, start, calls, ends, neighbors, timeline)
+    clients = _run_timeline(planned, start, calls, ends, neighbors, timeline)
     for c, neighbor in zip(passives, neighbors, strict=True):  # exchanges after its last step
         clients[c].leaves |= dict(zip(weights, neighbor.leaves.values(), strict=True))
-    return _ended(start, clients, {})
+    return _as_replayed(start, clients, {})
 
 
 def _weights(planned: PlannedStep, start: Sequence[Leaf]) -> dict[int, Array]:
@@ -294,23 +296,28 @@ def _weights(planned: PlannedStep, start: Sequence[Leaf]) -> dict[int, Array]:
     return {k: jnp.asarray(materialize(start[k])) for some in fragments for k in some}
 
 
-def _run(
+def _run_timeline(
     planned: PlannedStep,
     start: Sequence[Leaf],
     calls: AllCalls,
     ends: Sequence[End],
     servers: Sequence[Center],
     timeline: Timeline,
-) -> list[_Client]:
-    runner, states, recorded = planned.own_runner, planned.compiled.analysed.new_states, Recorded(timeline)
-    clients = [_Client(runner, states, start, own, end) for own, end in zip(calls, ends, strict=True)]
+) -> list[_ReplayedClient]:
+    runner, states, recorded = planned.own_runner, planned.compiled.analysed.new_states, RecordedOrder(timeline)
+    clients = [_ReplayedClient(runner, states, start, own, end) for own, end in zip(calls, ends, strict=True)]
     run_clients([client.steps(c) for c, client in enumerate(clients)], servers, recorded)
     recorded.check_done()
     return clients
 
 
-class _Client:
-    """A client's steps so far: its state, by number of the step's input, and the flat results of its calls."""
+class _ReplayedClient:
+    """A client of a replay.
+
+    Attributes:
+      leaves: Its state after its steps so far, by index of the step's input.
+      results: The flat results of each of its calls.
+    """
 
     def __init__(
         self, runner: Runner, states: Mapping[int, int], start: Sequence[Leaf], calls: Sequence[Sequence[Any]], end: End
@@ -319,8 +326,8 @@ class _Client:
         self.leaves = {k: copied(materialize(start[k])) for k in self._states}
         self.results: list[list[Leaf]] = []
 
-    def steps(self, number: int) -> Client:
-        """Yields its messages; `number`: its own."""
+    def steps(self, number: int) -> Messages:
+        """Runs its steps and yields its messages. `number`: the client's."""
         for step, given in enumerate(self._calls):
             call = [self.leaves.get(k, x) for k, x in enumerate(given)]
             self._end.look_up(call, self._states)
@@ -340,9 +347,9 @@ class _Client:
             self.results.append(results)
 
 
-def _ended(start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[int, Array]) -> Replayed:
-    """Returns a replay's results. Leaves without a centre become the clients' mean, or the first client's if they
-    aren't floats."""
+def _as_replayed(start: Sequence[Leaf], clients: Sequence[_ReplayedClient], centre: Mapping[int, Array]) -> Replayed:
+    """Returns the final flat arguments, and each client's results. Of leaves without a centre floats are the clients'
+    mean, others the first client's."""
     made = list(start)
     for k in clients[0].leaves:
         own = [jnp.asarray(materialize(client.leaves[k])) for client in clients]
@@ -351,7 +358,7 @@ def _ended(start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[in
 
 
 def compare_replicas(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-    """Compares a run of clients that average all at once with its replay, from the mean of their states. Collective."""
+    """Compares clients that all average at once with their replay, both from the mean of their states. Collective."""
     program, runner = planned.compiled.analysed, planned.runner
     assert isinstance(runner, MeansRunner), "clients have means"
     first = average(list(leaves))
@@ -361,7 +368,8 @@ def compare_replicas(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -
 
 
 def compare_served(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-    """Compares workers and servers with the replay of their timeline, from the state after all pushes. Collective."""
+    """Compares workers and servers with the replay of their timeline, both from the state after all pushes.
+    Collective."""
     program, clients, runner = planned.compiled.analysed, planned.clients, planned.runner
     assert clients is not None, "processes are workers"
     first = average(list(leaves))
@@ -376,7 +384,7 @@ def compare_served(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> 
 
 
 def _calls_of_all(clients: Clients, program: Program, first: Sequence[Leaf]) -> list[list[Leaf]]:
-    """Returns all clients' flat arguments, with the one state. Collective."""
+    """Returns all clients' flat arguments, with the same state. Collective."""
     batch = [k for k in range(len(first)) if k not in program.new_states]
     keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
     sent = [jax.random.key_data(first[k]) if k in keys else first[k] for k in batch]
@@ -390,7 +398,7 @@ def _calls_of_all(clients: Clients, program: Program, first: Sequence[Leaf]) -> 
 
 
 def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: int) -> list[Leaf]:
-    """Returns the last call's flat results after `steps` calls with the same minibatch."""
+    """Calls the step `steps` times with the same minibatch; returns the last call's flat results."""
     found: list[Leaf] = []
     state = {k: copied(first[k]) for k in program.new_states}
     for _ in range(steps):
@@ -402,7 +410,7 @@ def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: i
 def _compared(
     clients: Clients, program: Program, pairs: Sequence[Sequence[tuple[Any, Any]]], steps: int, against: str
 ) -> Verification:
-    """Returns the comparison over all clients, from pairs of expected and found values for each output. Collective."""
+    """Compares (expected, found) pairs of each output over all clients. Collective."""
     mine = [_worst(some) for some in pairs]
     all_ = clients.processes.values(mine, "comparing replicas with their replay")
     checks = []
@@ -420,7 +428,7 @@ def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
 
 
 def programs_here(planned: PlannedStep, clients: Clients | None) -> ServedPrograms:
-    """Returns the workers' and servers' programs; on the devices of this process's worker if it has them all."""
+    """Returns the workers' and servers' programs, for the devices of this process's worker if it has them all."""
     compiled, devices = planned.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
         devices = None
@@ -437,10 +445,10 @@ def _like(value: Leaf, old: Leaf) -> Leaf:
 # --- clients and servers in one process, with messages in a chosen order ---
 
 
-#: Messages that could arrive next, each with its server -> the index of the one that does; None: none may.
-Choice = Callable[[Sequence[tuple[int, Message]]], int | None]
-#: Yields messages by server; or None to wait, which the servers' answers end, in their order.
-Client = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None]
+#: Chooses which message arrives next: (server, message) of each that could -> the index of one; None: none may.
+ChooseMessage = Callable[[Sequence[tuple[int, Message]]], int | None]
+#: A client's generator: yields messages by server; or None to wait, and is sent the servers' answers, in their order.
+Messages = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None]
 
 
 class Answering(Protocol):
@@ -449,11 +457,11 @@ class Answering(Protocol):
         ...
 
 
-def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose: Choice) -> None:
-    """Runs all steps of the clients.
+def run_clients(clients: Sequence[Messages], servers: Sequence[Answering], choose: ChooseMessage) -> None:
+    """Runs all clients and servers. Messages from one client to one server stay in order; `choose` decides otherwise.
 
-    `clients`, `servers`: in their order. `choose`: chooses the next message. Messages from one client to one server
-    stay in order. Raises TimelineError if no message may come next, or none is left while a client waits.
+    Raises:
+      TimelineError: no message may come next, or none is left while a client waits.
     """
     sent = {(c, n): deque[Message]() for c in range(len(clients)) for n in range(len(servers))}
     waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
@@ -489,9 +497,15 @@ def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose:
         raise TimelineError(f"workers {sorted(busy)} wait for pulls that no message will bring")
 
 
-class Job:
-    """Workers and servers of a step that begin with a state, in the step's flat arguments `leaves`. `staleness`: the
-    bound, or None."""
+class LocalJob:
+    """Workers and servers of a step, all in this process.
+
+    Args:
+      programs: Theirs.
+      leaves: The step's flat arguments, with the state that they begin with.
+      workers: Number of workers.
+      staleness: The bound; None: there is none.
+    """
 
     def __init__(self, programs: ServedPrograms, leaves: Sequence[Array], workers: int, staleness: int | None) -> None:
         self._programs = programs
@@ -508,7 +522,7 @@ class Job:
         return self._programs.step.whole_leaves(state_of(clocks, self.kept()))
 
     def run(
-        self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice
+        self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: ChooseMessage
     ) -> list[list[dict[int, Array]]]:
         """Trains, by `run_clients`; returns each worker's results of each step, by number of the output.
 
@@ -522,7 +536,7 @@ class Job:
 
     def _worker(
         self, w: int, steps: int, minibatch: Callable[[int, int], Sequence[Array]], results: list[dict[int, Array]]
-    ) -> Client:
+    ) -> Messages:
         pulled: Sequence[Sequence[Array]] = ()
         pushed: Sequence[Sequence[Array]] = ()
         for step in range(steps):
@@ -540,13 +554,13 @@ class Job:
         yield dict.fromkeys(range(len(self.servers)), Leave(w))
 
 
-class Recorded:
-    """Chooses messages in the order of a timeline, of servers without a bound."""
+class RecordedOrder:
+    """Chooses messages in the order of a timeline. The servers have no bound."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._events = [[tuple(event) for event in events[:, :2].tolist()] for events in timeline.pushes]
         self._seen = [{(w, step): v for w, step, v in events.tolist()} for events in timeline.pushes]
-        #: For each server and version the pulls that are still to come; and the versions now.
+        #: For each server: version -> the pulls of it that are to come; and the version now.
         self._pulls = [Counter(each.values()) for each in self._seen]
         self._now = [0] * len(self._events)
 

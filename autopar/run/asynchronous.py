@@ -99,8 +99,8 @@ class AsynchronousRunner(Runner):
         return jax.tree.map(lambda x: None if has_no_state(x) else states[x], tree, is_leaf=has_no_state)
 
     def call(self, leaves: Sequence[Leaf]) -> tuple[dict[int, Leaf], dict[int, Leaf] | None]:
-        """Brings a minibatch; returns by number new states, and the results of the minibatch that ends with this
-        call."""
+        """Brings a minibatch; returns by number new states, and the results of the minibatch that this call
+        finishes."""
         self.executor.compile()  # before anything is given away
         flight = self._flight(leaves)
         if flight is None:
@@ -113,7 +113,7 @@ class AsynchronousRunner(Runner):
         arguments = self._arguments(leaves)
         clocks = self._clock(*(arguments[v] for v in self.asynchronous.clock.inputs))
         try:
-            ended = flight.issue(arguments)
+            finished = flight.issue(arguments)
         except BaseException:
             flight.hand_on()  # some of its tasks are done, and others aren't
             raise
@@ -124,7 +124,7 @@ class AsynchronousRunner(Runner):
         for k, out in self.new_states.items():
             if out not in results:
                 results[out] = new_clocks.get(self.inputs[k][0], leaves[k])
-        return results | {out: leaves[k] for out, k in self.passed.items()}, ended
+        return results | {out: leaves[k] for out, k in self.passed.items()}, finished
 
     def _passed(self, echoes: Mapping[int, int]) -> Iterator[tuple[int, int]]:
         end = 0
@@ -134,7 +134,7 @@ class AsynchronousRunner(Runner):
                 yield from ((out, echoes[out]) for out in range(start, end))
 
     def rest_of(self, states: Mapping[int, Pytree]) -> list[dict[int, Leaf]]:
-        """Returns the results of minibatches that ended when these new states were read."""
+        """Returns the results of minibatches that finished when these new states were read."""
         flight = next((leaf.pending for leaf in states.values() if isinstance(leaf, PendingArray)), None)
         return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
@@ -196,7 +196,7 @@ class AsynchronousFlight:
         self.calls = 0
         #: Shape and dtype of each moving leaf.
         self.types = [_type_of(runner.inputs[k]) for k in runner.moving]
-        #: Results, by number, of minibatches that ended when the state was read.
+        #: Results, by number, of minibatches that finished when the state was read.
         self.rest_by_number: list[dict[int, Any]] = []
 
     @property
@@ -209,7 +209,7 @@ class AsynchronousFlight:
         self._is_gone = True
 
     @property
-    def ended(self) -> int | None:
+    def finished(self) -> int | None:
         """Number of the minibatch whose results the last call returned; None before the first."""
         number = self.calls - 1 - self._asynchronous.calls.last
         return number if number >= 0 else None
@@ -225,7 +225,7 @@ class AsynchronousFlight:
         return self._runner is runner and self._drained is None and same
 
     def issue(self, arguments: Mapping[Var, Pytree]) -> dict[int, Leaf] | None:
-        """Brings a minibatch; returns by number the results of the one that ends with this call."""
+        """Brings a minibatch; returns by number the results of the one that this call finishes."""
         number = self.calls
         self._minibatches[number] = self._lister.minibatch(number)
         self._given[self._lister.called(number)] = arguments
@@ -286,8 +286,8 @@ class AsynchronousFlight:
         return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
     def rest(self) -> list[Leaf]:
-        """Returns the results, in order, of minibatches that ended when the state was read; [] if they have none
-        besides it."""
+        """Returns the results, in order, of minibatches that finished when the state was read; [] if a step
+        returns the state alone."""
         self.drained()
         return [self._runner.structured(results) for results in self.rest_by_number if results]
 

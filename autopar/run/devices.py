@@ -1,9 +1,9 @@
 """`DevicesRunner`: calls a planned step on several devices.
 
-A step with measured capacities and its fallback (`backends.spread`) are twice the program to compile, and the
-fallback rarely runs. `LateFallback` therefore calls the step alone at first, reads its flag, and calls the program with
-both where a batch exceeded a capacity. That program is compiled in the background after some steps; from then on it is
-called, and nobody waits for a flag.
+A step with measured capacities (`backends.spread`) has a fallback for batches that exceed them. Both together take
+twice as long to compile, and the fallback rarely runs. So `LateFallback` first calls the step alone, reads a flag that
+says whether a capacity was exceeded, and calls the program with both if so. That program is compiled in the background
+after some steps; later steps call it, and wait for no flag.
 
 An evaluation brings only those deferred rows up to date that it reads (`ReadRows`).
 """
@@ -44,15 +44,15 @@ from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.planned_step import Runner
-from autopar.run.stacked import Moves, StackedLeaves, alone
+from autopar.run.stacked import Moves, StackedLeaves, unstacked
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.sharded import DeferredTable, Table, common_log
 
 #: Calls before the program with the fallback is compiled, as many steps run for a few batches only; and calls after
-#: which several processes, which must change over together, wait for it.
+#: which several processes wait for it, as they must change programs together.
 CALLS, WAITING_CALLS = 32, 64
-#: Row numbers that make more blocks than this are brought up to date by a program of their own size.
+#: Row numbers are cut into at most this many blocks; more are brought up to date by a program of their own size.
 _BLOCKS = 8
 
 
@@ -63,8 +63,7 @@ def _stored(type_: AnyType, layout: tuple[RowLayout, int] | None) -> Leaf:
 
 
 def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
-    """Returns the type of the whole array, of which `type_` is one of `parts` parts along an axis; None: it is
-    whole."""
+    """Returns the type of an array of whose `parts` shards along `axis` `type_` is one; `axis` None: it is whole."""
     return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
 
 
@@ -74,8 +73,7 @@ def _layout(bound: ProgramPlan, family: int) -> RowLayout | None:
 
 
 class DevicesRunner(Runner):
-    """Calls a planned step on several devices: places its arguments, and makes Tables of results that are stored in a
-    layout.
+    """Calls a planned step on several devices: places its arguments, and wraps results that are tables.
 
     Args:
       run: The planned step on flat arrays as they are stored.
@@ -83,8 +81,8 @@ class DevicesRunner(Runner):
       devices: The mesh.
       out_tree: The structure of the step's results.
       donate: Whether states are updated in place.
-      first: The planned step without its fallback, called until the whole is compiled.
-      are_results_whole: Whether per-example results are brought to every process.
+      first: The planned step without its fallback, to be called until `run` is compiled; None: it has no fallback.
+      are_results_whole: Whether every process gets all of per-example results.
     """
 
     def __init__(
@@ -112,13 +110,13 @@ class DevicesRunner(Runner):
             )
             for tables in update_logs(compiled.program.block)
         ]
-        of_each = 1 if compiled.program.local is None else devices.count  # in a device's own program its part of a log
-        logs = [
-            _whole_type(v.type, input_.entry_axis, of_each)
+        parts = 1 if compiled.program.local is None else devices.count  # a device's own program has its part of a log
+        log_types = [
+            _whole_type(v.type, input_.entry_axis, parts)
             for input_, v in zip(compiled.program.inputs, compiled.program.block.inputs, strict=True)
             if input_.role == "log"
         ]
-        entries = [s for j in self._log_programs for s in j.shardings]
+        log_shardings = [s for programs in self._log_programs for s in programs.shardings]
         self._devices = devices
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(*bound.placement(k)) for k in range(len(bound.placements))]
@@ -129,8 +127,8 @@ class DevicesRunner(Runner):
         self._read_rows = None if states else ReadRows(analysed, self._kept)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
-        self._types += logs
-        self._in_shardings = (*self._shardings, *entries)
+        self._types += log_types
+        self._in_shardings = (*self._shardings, *log_shardings)
         self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
         ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)
         self._placed_together = frozenset(() if devices.processes.several else ordinary)
@@ -140,7 +138,7 @@ class DevicesRunner(Runner):
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
         self._loads: collections.deque[Any] = collections.deque()
         self._across, self._are_results_whole = devices.processes.several, are_results_whole
-        out_shardings = self._returned(analysed, entries, bool(bound.fallback))
+        out_shardings = self._result_shardings(analysed, log_shardings, bool(bound.fallback))
         order = donation_order(compiled.program.new_states, len(out_shardings))
         self._order = sorted(range(len(order)), key=order.__getitem__)
 
@@ -162,14 +160,17 @@ class DevicesRunner(Runner):
         self._call = self._run
         if first is not None:
             kept = {k: order.index(out) for k, out in compiled.program.new_states.items()}
-            alone = jitted(first, len(order))
-            self._call = LateFallback(alone, self._run, kept, self._lowered, self._across)
+            first = jitted(first, len(order))
+            self._call = LateFallback(first, self._run, kept, self._lowered, self._across)
 
-    def _returned(
-        self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
+    def _result_shardings(
+        self, analysed: Program, log_shardings: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
-        """Returns shardings of the results: of new states their own, of others XLA's choice. Over several processes
-        batch results are divided if possible, and the rest is on every device, so that each process can read it."""
+        """Returns the results' shardings; None: XLA chooses.
+
+        New states have their own. Over several processes, results by example are sharded if possible, and the others
+        replicated, so that each process can read them.
+        """
 
         def of(atom: Atom, state: int | None) -> NamedSharding | None:
             if state is not None:
@@ -181,17 +182,17 @@ class DevicesRunner(Runner):
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
         shardings = [of(atom, out.state) for atom, out in pairs]
-        return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
+        more = [self._devices.sharding(None) if self._across else None] if loads else []
+        return (*shardings, *log_shardings, *more)
 
     def lower(self) -> Any:
-        """Lowers the step at the plan's shapes. In one process later calls take this program once it is compiled.
-        Several processes first take a part of it (`LateFallback`)."""
-        if not self._across:  # where other processes needn't have been asked for it
+        """Lowers the step, with its fallback, at the plan's shapes. In one process later calls take this program."""
+        if not self._across:  # other processes needn't have called this
             self.begin_whole()
         return self._lowered()
 
     def begin_whole(self) -> None:
-        """Makes later calls run the step together with its fallback. Call it on all processes, or on none."""
+        """Makes later calls run the program with the fallback. Call it on all processes, or on none."""
         self._call = self._run
 
     def prepare(self) -> None:
@@ -206,17 +207,17 @@ class DevicesRunner(Runner):
         )
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arguments (arrays or Tables), placed where necessary; returns its results as a tree."""
+        """Runs the step on flat arguments (arrays or Tables); returns its results as a tree."""
         if self._stack is not None:
             leaves = self._stack.joined(leaves)
-        elif self._read_rows is None:  # what waits is done before the step's own rows are taken
+        elif self._read_rows is None:  # pending copies out of stacks come before the step takes its own rows
             self._moves.see(leaves)
-            leaves = list(map(alone, leaves))
+            leaves = list(map(unstacked, leaves))
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
-        leaves, going = self._logs(leaves) if self._log_programs else (leaves, [])
+        leaves, earlier = self._logs(leaves) if self._log_programs else (leaves, [])
         placed = self._placed_leaves(leaves)
-        pairs = zip(going, self._log_programs, strict=True)
+        pairs = zip(earlier, self._log_programs, strict=True)
         logs = [log or programs.begin([placed[k] for k in programs.leaves]) for log, programs in pairs]
         entries = [x for log in logs for x in log.entries]
         forget(leaves[k] for k in self._donated)
@@ -232,7 +233,7 @@ class DevicesRunner(Runner):
         return self._out_tree.unflatten(results if self._stack is None else self._stack.parted(results))
 
     def _placed_leaves(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
-        """Returns the arguments where the step takes them; most are there already."""
+        """Returns the arguments with the step's shardings, which most have already."""
         placed = list(leaves)
         elsewhere = [
             k
@@ -257,8 +258,8 @@ class DevicesRunner(Runner):
         return placed
 
     def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
-        """Copies state leaves that share a buffer with another leaf. `elsewhere`: indices of leaves that were placed
-        now."""
+        """Copies state leaves that share a buffer with another leaf. `elsewhere`: indices of leaves placed by this
+        call."""
         placed_now = self._donated.intersection(elsewhere)
         if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
             own = with_own_buffers(leaves, self._donated)
@@ -274,13 +275,13 @@ class DevicesRunner(Runner):
             held.add(id(placed[k]))
 
     def _logs(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[UpdateLog[DeviceLogPrograms] | None]]:
-        """Returns the leaves as stored, and their update logs. A log that begins is None."""
+        """Returns the leaves as stored, and their update logs; None for a log that begins with this call."""
         leaves = list(leaves)
         logs = [common_log([leaves[k] for k in programs.leaves], programs) for programs in self._log_programs]
-        going = {id(log) for log in logs if log is not None}
+        known = {id(log) for log in logs if log is not None}
         members = {k for programs in self._log_programs for k in programs.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
-            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in going:
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in known:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
         for programs, log in zip(self._log_programs, logs, strict=True):
             if log is not None:
@@ -298,15 +299,15 @@ class DevicesRunner(Runner):
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in programs.leaves]
             log = before.after([results[out] for out in outs], entries)
-            # Leaves that the step only reads as well: they mustn't change before the update was replayed.
+            # Leaves that the step only reads are among them: they mustn't change before the update is replayed.
             for n, out in enumerate(outs):
                 results[out] = DeferredTable(log, n)
 
     def loads(self) -> Sequence[int] | None:
-        """Returns the rows that earlier calls needed of each capacity; None if none came near it.
+        """Returns the number of rows that earlier calls needed of each capacity; None if none came near it.
 
-        One process waits for nothing. Several must know it after the same call: they read the call before the latest
-        one, while the latest runs.
+        One process waits for no call. Several must get the same answer: they wait for all calls but the latest, which
+        still runs.
         """
         most = None
         while len(self._loads) > 1 if self._across else self._loads and self._loads[0].is_ready():
@@ -344,10 +345,11 @@ class DevicesRunner(Runner):
 
 
 class LateFallback:
-    """Calls a step alone until its program with the fallback is compiled or needed.
+    """Calls a step without its fallback until the program with both is compiled, or needed.
 
     Args:
-      alone: The step. Its last output says whether a capacity was exceeded, in which case states are unchanged.
+      first: The step without its fallback. Its last output says whether a capacity was exceeded; states are then
+        unchanged.
       whole: The step and its fallback, with the other outputs.
       states: Operand -> output with its new value.
       lower: Lowers `whole` at the shapes of its calls.
@@ -355,9 +357,9 @@ class LateFallback:
     """
 
     def __init__(
-        self, alone: Any, whole: Any, states: Mapping[int, int], lower: Callable[[], Any], across: bool
+        self, first: Any, whole: Any, states: Mapping[int, int], lower: Callable[[], Any], across: bool
     ) -> None:
-        self._alone, self._whole, self._states = alone, whole, states
+        self._first, self._whole, self._states = first, whole, states
         self._lower, self._across = lower, across
         self._calls = 0
         self._compilation: Compilation[Any] | None = None
@@ -371,7 +373,7 @@ class LateFallback:
             self._is_whole = self._is_compiled()
         if self._is_whole:
             return self._whole(*operands)
-        *results, exceeded = self._alone(*operands)
+        *results, exceeded = self._first(*operands)
         if not local(exceeded):
             return results
         if self._compilation is not None:
@@ -397,26 +399,24 @@ class LateFallback:
 
 @dataclass(frozen=True)
 class _Ids:
-    """The rows that are looked up in a leaf: `run` computes their indices (flat; out of range is no row) from the
-    inputs `reads`."""
+    """Computes the rows that are looked up in a leaf."""
 
-    run: Callable[..., Sequence[Array]]
-    reads: Sequence[int]
+    run: Callable[..., Sequence[Array]]  #: Returns flat row indices; those out of range are no rows.
+    reads: Sequence[int]  #: The inputs that `run` takes.
 
 
 class ReadRows:
-    """Brings the rows of deferred tables up to date that an evaluation reads."""
+    """Brings those rows of deferred tables up to date that an evaluation reads."""
 
     def __init__(self, program: Program, kept: KeptPlacements) -> None:
         self._program, self._kept = program, kept
-        self._known: dict[tuple[int, int], _Ids | None] = {}
-        self._program_of = functools.cache(self._ids_program)
+        self._ids, self._program_of = functools.cache(self._find_ids), functools.cache(self._ids_program)
 
     def current(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Brings rows that a call reads up to date; returns its flat arguments.
+        """Brings the rows that a call reads up to date; returns its flat arguments.
 
-        A table is replaced by its stored rows if the call only looks rows up in it, by ids that don't depend on such
-        tables. Others are left to the caller.
+        A table in which the call only looks up rows, by ids that depend on no table, becomes its stored rows. Other
+        arguments are returned as they are.
         """
         by_log: dict[int, tuple[UpdateLog[DeviceLogPrograms], list[int]]] = {}
         for k, leaf in enumerate(leaves):
@@ -445,10 +445,10 @@ class ReadRows:
     def _ids_program(
         self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...], everywhere: NamedSharding
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
-        """Compiles the function that computes the row numbers for all tables of an update log: flat, sorted, distinct.
+        """Compiles the function from inputs to the row numbers of all tables of an update log: flat, sorted, distinct.
 
-        `read`: (Table, input that is a leaf of it, its row axis). `sizes`: rows of each table that are brought up to
-        date at a time. `everywhere`: the sharding of the results.
+        `read`: (table, input that is a leaf of it, its row axis). `sizes`: for each table the number of rows that are
+        brought up to date at a time. `everywhere`: the sharding of the results.
         """
 
         def run(inputs: Mapping[int, Array]) -> list[dict[int, Array]]:
@@ -462,13 +462,8 @@ class ReadRows:
 
         return jit_on(cast(Mesh, everywhere.mesh), run, out_shardings=everywhere)
 
-    def _ids(self, k: int, axis: int) -> _Ids | None:
-        """Returns the rows that are looked up in a leaf; None if it is read in another way."""
-        if (k, axis) not in self._known:
-            self._known[k, axis] = self._found(k, axis)
-        return self._known[k, axis]
-
-    def _found(self, k: int, axis: int) -> _Ids | None:
+    def _find_ids(self, k: int, axis: int) -> _Ids | None:
+        """Finds the rows that are looked up in a leaf; None if it is read in another way."""
         lookups = _lookups(self._program.block, k, axis)
         if not lookups:
             return None if lookups is None else _Ids(tuple, ())

@@ -200,7 +200,7 @@ class _Family:
         return dict.fromkeys(self.paths, rows.size)
 
 
-def told(drifted: Mapping[str, SeenAlpha]) -> str:
+def drift_message(drifted: Mapping[str, SeenAlpha]) -> str:
     """Returns a sentence on drifted tables."""
     return "batches touch other numbers of rows: " + "; ".join(f"{path} was {seen}" for path, seen in drifted.items())
 

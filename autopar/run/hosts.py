@@ -43,8 +43,7 @@ from autopar.ways.way import Way
 
 
 class HostRunner(Runner):
-    """Places a step's arguments, runs its programs, and compiles them for each bucket of row counts that a batch
-    needs."""
+    """Places a step's arguments, and runs its programs, which it compiles for each shape bucket that batches need."""
 
     several_programs = "with tables on hosts"
 
@@ -55,16 +54,16 @@ class HostRunner(Runner):
         self._local = known(compiled.program.local)
         self._donate = donate
         stack, run = compiled.stacked, compiled.as_run
-        #: Tables on hosts as the caller gives them, and of which outputs they are the new values.
+        #: The caller's tables on hosts, and the outputs that are their new values.
         self._hosted, self._updated = _hosted(compiled.analysed, compiled.bound), compiled.analysed.new_states
         bound, self._program = run.bound, run.analysed
-        #: Of each input and output of the program the caller's numbers; of a stack several.
-        self._given: Sequence[int | StackedTable] = range(len(self._program.inputs))
-        self._wanted: Sequence[Sequence[int]] = [(k,) for k in range(len(self._program.outputs))]
+        #: For each input and output of the program the caller's index; a stack of tables has several.
+        self._callers_inputs: Sequence[int | StackedTable] = range(len(self._program.inputs))
+        self._callers_outputs: Sequence[Sequence[int]] = [(k,) for k in range(len(self._program.outputs))]
         if stack is not None:
-            self._given, self._wanted = stack.inputs, stack.outputs
+            self._callers_inputs, self._callers_outputs = stack.inputs, stack.outputs
         self._bound = bound
-        self._check_others()
+        self._check_leaves_on_devices()
         exchange_ = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
         bucket_bytes = None
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
@@ -79,8 +78,8 @@ class HostRunner(Runner):
         self._unread = {k for k, leaf in enumerate(self._program.block.inputs) if leaf not in read}
         self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
         self._new = {out: k for k, out in self._program.new_states.items()}
-        #: Outputs that are tables as they were before the step, or examples as they were given.
-        self._old = {
+        #: Outputs that are unchanged inputs: a table before its update, or examples -> the input.
+        self._unchanged = {
             out: k
             for out, atom in enumerate(self._program.block.outputs)
             for k, input_ in enumerate(self._program.block.inputs)
@@ -89,11 +88,11 @@ class HostRunner(Runner):
         }
         count, there = bound.devices, [f for f in bound.families if f.on_hosts]
         limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
-        #: Two rows at least: a reshape would not tell an axis of one row from others.
+        #: Two rows at least: a reshape couldn't tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
         for space in self._program.facts.spaces:
-            is_known = space.is_pulled or not _has_dynamic_ids(space)  # whichever batch comes
-            if space.family in least and (space.depends_on or is_known):
+            is_fixed = space.is_pulled or not _has_dynamic_ids(space)  # the same rows for every batch
+            if space.family in least and (space.depends_on or is_fixed):
                 least[space.family] = limits[space.family]
         self._buckets = ShapeBuckets(least, limits)
         self._pulled = {f.family for f in there if f.table.pulled}
@@ -105,16 +104,16 @@ class HostRunner(Runner):
         self._is_first = True
         #: Row counts that the last step needed.
         self._needed: Rows = {}
-        #: Dense leaves' routes. Every step requests all of their rows, so that the first step's routes serve all.
+        #: Routes of dense leaves. Every step requests all of their rows, so the first step's routes serve all steps.
         self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
-        #: What was done of the next step beside the last one, and the leaves of the batch that it is for.
+        #: The next step, as far as it ran beside the last one, and the leaves of its batch.
         self._ahead: tuple[Ahead, Mapping[int, weakref.ref[Leaf]]] | None = None
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Leaf]] = {}
 
-    def _check_others(self) -> None:
-        """Raises StrategyError if tables on hosts have dense shards on devices beside them; or tables by rows on
-        devices, if there are several ranks or their rows wait."""
+    def _check_leaves_on_devices(self) -> None:
+        """Raises StrategyError if, beside tables on hosts, there are dense shards on devices; or tables by rows on
+        devices, with several ranks or deferred rows."""
         if self._bound.shards:
             path, ranks = self._program.inputs[min(self._bound.shards)].path, self._bound.devices
             raise StrategyError(
@@ -139,49 +138,50 @@ class HostRunner(Runner):
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
         self._ranks.step = PROGRESS.last.step
-        self._look_for_smaller()  # before anything has changed
+        self._try_smaller_bucket()  # before anything has changed
         self._require_memory(leaves)
         shards = self._storages(leaves)
         tables = self._stacked(shards)
-        own = self._separated([leaves[k] if isinstance(k, int) else None for k in self._given])
+        own = self._separated([leaves[k] if isinstance(k, int) else None for k in self._callers_inputs])
         logs, lagging = self._logs(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(own)]
         inputs += [x for log in logs for x in log.entries]
-        before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._old.items()}
+        before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._unchanged.items()}
         needs = {f: self._needed[f] for f in self._routes}
         step = RunningStep({}, dict(self._routes), needs, lagging=lagging, is_first=self._is_first)
-        self._is_first = False  # on all ranks, whatever comes of it
+        self._is_first = False  # on all ranks, even if the step fails
         known = self.upcoming if self._prefetches else None
         step.looks_ahead = known is not None
         upcoming = {} if known is None else known.after(leaves)
         self._use_ahead(step, leaves, tables)
         try:
-            results = self._ran(inputs, step, upcoming)
-            results = self._written(results, logs)
+            results = self._write_logs(self._run_step(inputs, step, upcoming), logs)
             returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
             if self._way.options.are_results_whole(self._program):
                 returned = [self._on_all(x) for x in returned]
         except BaseException:
             if step.has_written:  # else the tables are as they were
-                self._hand_on(leaves, shards)
+                self._new_handles(leaves, shards)
             raise
-        new = self._hand_on(leaves, shards)
+        new = self._new_handles(leaves, shards)
         self._returned = {
             k: weakref.ref(returned[out])
             for out, k in self._new.items()
             if k not in self._tables and isinstance(returned[out], jax.Array)
         }
-        wanted = {k: x for of, x in zip(self._wanted, returned, strict=True) for k in of}
-        wanted |= {self._updated[k]: table for k, table in new.items()}
-        return self._out_tree.unflatten([wanted[k] for k in range(len(wanted))])
+        outputs = {k: x for indices, x in zip(self._callers_outputs, returned, strict=True) for k in indices}
+        outputs |= {self._updated[k]: table for k, table in new.items()}
+        return self._out_tree.unflatten([outputs[k] for k in range(len(outputs))])
 
-    def _ran(self, inputs: Sequence[Leaf], step: RunningStep, upcoming: Mapping[int, Leaf]) -> Sequence[Leaf]:
-        """Runs the step and returns its results. It begins in the last step's program, and changes to another where
-        rows don't fit. `upcoming`: by number, the next call's arguments as far as they are known."""
+    def _run_step(self, inputs: Sequence[Leaf], step: RunningStep, upcoming: Mapping[int, Leaf]) -> Sequence[Leaf]:
+        """Runs the step by the last step's program, or by another one if its rows don't fit there.
+
+        `upcoming`: the known arguments of the next call, by index.
+        """
         segmented = self._segmented or self._compiled_for(self._buckets.least)
         while True:
             is_known = self._segmented in (None, segmented)  # the caller announces the first compilation
-            following, given = self._following(segmented, upcoming)
+            following, batch = self._begin_next(segmented, upcoming)
             step.following = following
             try:
                 with nullcontext() if is_known else compiling(self._program.name):
@@ -190,33 +190,35 @@ class HostRunner(Runner):
             except OtherShapes as other:
                 segmented = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
             finally:
-                self._ahead = (following, given) if following is not None and following.is_there else None
+                self._ahead = (following, batch) if following is not None and following.is_there else None
         self._segmented = segmented
         self._needed = step.needs
         self._routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
         return results
 
-    # --- what is done of a step beside the one before it ---
+    # --- the part of a step that runs beside the one before it ---
 
-    def _following(
+    def _begin_next(
         self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf]
     ) -> tuple[Ahead | None, Mapping[int, weakref.ref[Leaf]]]:
-        """Begins with the next step, if its batch is known; returns the leaves of the batch that this is for, too."""
+        """Begins the next step if its batch is known; returns it, and the leaves of that batch."""
         numbers = segmented.ahead_inputs or ()
-        given = {k: at for k in numbers if isinstance(at := self._given[k], int) and at in upcoming}
-        if not numbers or len(given) < len(numbers):
+        known = {k: at for k in numbers if isinstance(at := self._callers_inputs[k], int) and at in upcoming}
+        if not numbers or len(known) < len(numbers):
             return None, {}
-        ahead = segmented.begin([self._placed(k, upcoming[at]) for k, at in given.items()])
-        return ahead, {at: weakref.ref(upcoming[at]) for at in given.values()}
+        ahead = segmented.begin([self._placed(k, upcoming[at]) for k, at in known.items()])
+        return ahead, {at: weakref.ref(upcoming[at]) for at in known.values()}
 
     def _use_ahead(self, step: RunningStep, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> None:
-        """Begins a step with what was done of it beside the last one, as far as all ranks can use it: nothing where one
-        is given another batch, routes alone where rows were written otherwise or have other places."""
+        """Takes over what ran of this step beside the last one, as far as all ranks can use it.
+
+        Nothing if a rank gets another batch; routes alone if tables were written in between, or rows don't fit.
+        """
         if self._ahead is None:
             return
-        (ahead, given), self._ahead = self._ahead, None
+        (ahead, batch), self._ahead = self._ahead, None
         usable = 0
-        if all(leaf() is leaves[k] for k, leaf in given.items()):
+        if all(leaf() is leaves[k] for k, leaf in batch.items()):
             current = [tables[k] for k in ahead.segmented.ahead_tables]
             is_same = ahead.segmented is self._segmented and ahead.fits
             is_same = is_same and all(ahead.versions.get(table) == table.version for table in current)
@@ -231,8 +233,8 @@ class HostRunner(Runner):
     # --- deferred rows ---
 
     def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[AnyLog], frozenset[HostRows]]:
-        """Returns an update log for each family with deferred rows, and the tables that the step only pulls rows of.
-        Those may stay behind their updates; all other tables are brought up to date."""
+        """Returns an update log for each family with deferred rows, and other tables of which the step only pulls rows.
+        The latter may lag behind their updates; all others are brought up to date."""
         logs = []
         waiting: set[int] = set()
         for programs in self._log_programs:
@@ -247,8 +249,8 @@ class HostRunner(Runner):
                 storage.bring_up_to_date()
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
-    def _written(self, results: Sequence[Leaf], logs: Sequence[AnyLog]) -> Sequence[Leaf]:
-        """Gives the update logs their entries, and returns the step's own results."""
+    def _write_logs(self, results: Sequence[Leaf], logs: Sequence[AnyLog]) -> Sequence[Leaf]:
+        """Writes results that are records to the update logs; returns the step's own results."""
         start = len(self._program.outputs)
         rest = results[start:]
         for log in logs:
@@ -259,10 +261,11 @@ class HostRunner(Runner):
 
     # --- programs ---
 
-    def _look_for_smaller(self) -> None:
+    def _try_smaller_bucket(self) -> None:
+        """Compiles a smaller bucket if recent steps needed far fewer rows; drops it if that saves nothing."""
         smaller = self._buckets.ran(self._needed) if self._needed else None
         if smaller is not None and self._compiled_for(smaller).once_per_row is None:
-            self._buckets.drop(smaller)  # what is computed doesn't depend on the bucket
+            self._buckets.drop(smaller)  # without such values no work depends on the bucket
             del self._programs[smaller]
 
     @property
@@ -289,7 +292,7 @@ class HostRunner(Runner):
     # --- arguments ---
 
     def _require_memory(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that the hosts have memory for tables that aren't there yet, or raises HostMemoryError."""
+        """Raises HostMemoryError if the hosts lack memory for tables that aren't there yet."""
         coming = {k: leaves[k] for k in self._hosted if not self._is_placed(k, leaves[k])}
         if coming:
             wanted = {}
@@ -303,7 +306,7 @@ class HostRunner(Runner):
         return isinstance(leaf, HostTable) and leaf.layout == self._hosted[k][1]
 
     def _storages(self, leaves: Sequence[Leaf]) -> dict[int, HostRows]:
-        """Returns the tables' storages as they are given. A table that is given twice is copied, as each is updated by
+        """Returns the storages of the caller's tables. A table that is given twice is copied, as each is updated by
         itself."""
         storages: dict[int, HostRows] = {}
         for k, (axis, layout, path) in self._hosted.items():
@@ -318,10 +321,10 @@ class HostRunner(Runner):
         return storages
 
     def _stacked(self, shards: Mapping[int, HostRows]) -> dict[int, HostRows]:
-        """Returns the tables as the program takes them."""
+        """Returns the tables as the program takes them, stacked if it has stacks."""
         tables: dict[int, HostRows] = {}
         for k, (_, layout, _) in self._tables.items():
-            of = self._given[k]
+            of = self._callers_inputs[k]
             if isinstance(of, int):
                 tables[k] = shards[of]
             else:
@@ -329,7 +332,7 @@ class HostRunner(Runner):
                 tables[k] = stacked([shards[j] for j in of.inputs], layout, starts, self._program.name)
         return tables
 
-    def _hand_on(self, leaves: Sequence[Leaf], shards: Mapping[int, HostRows]) -> dict[int, HostTable]:
+    def _new_handles(self, leaves: Sequence[Leaf], shards: Mapping[int, HostRows]) -> dict[int, HostTable]:
         """Returns new handles of the updated tables, and deletes those of the arguments."""
         handles = {}
         for k, shard in shards.items():
@@ -346,16 +349,16 @@ class HostRunner(Runner):
         return with_own_buffers(leaves, self._states - set(self._tables))
 
     def _are_own(self, leaves: Sequence[Leaf]) -> bool:
-        """Says whether the state is what the last step returned, and no other argument shares its arrays."""
+        """Says whether the last step returned this state, and no other argument shares its arrays."""
         if not self._returned:
             return False
         own = {id(leaves[k]) for k in self._returned}
         if len(own) < len(self._returned) or any(id(x) in own for k, x in enumerate(leaves) if k not in self._returned):
-            return False  # leaves with one new value are one array
+            return False  # leaves with the same new value are one array
         return all(returned() is leaves[k] for k, returned in self._returned.items())
 
     def _placed(self, k: int, leaf: Leaf) -> Leaf:
-        """Places an argument where the device programs take it."""
+        """Places an argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
             if k in self._unread:  # a slot that an evaluation is given with its parameter
@@ -369,7 +372,7 @@ class HostRunner(Runner):
             place = functools.partial(self._part, along)
         if k in self._states:
             return place(leaf)
-        if isinstance(leaf, np.ndarray):  # of one over all ranks each has its part
+        if isinstance(leaf, np.ndarray):  # a global array has a part on each rank already
             self._kept.look(k, leaf)
         return self._kept.placed(k, leaf, (self._ranks.mesh, along), place)
 
@@ -388,10 +391,10 @@ class HostRunner(Runner):
         return ranks.everywhere(leaf) if ranks.is_joint else jax.device_put(leaf, ranks.sharding(along))
 
     def _part(self, along: int, leaf: Leaf) -> Leaf:
-        """Returns this rank's examples, or the joint array of all ranks."""
+        """Returns this rank's shard of an argument, or the global array of all ranks."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
-        leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
+        leaf = ranks.own(leaf)  # a batch that the ranks divide and their devices don't is on every device
         count = leaf.shape[along] // size
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
             shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
@@ -417,15 +420,15 @@ class HostRunner(Runner):
             return _read(value)
         state, ranks = self._local.outputs[out], self._ranks
         if isinstance(state, Spread) and not (state.owner or ranks.is_joint) and ranks.exchange.size > 1:
-            return self._joined(value, state.axis)
+            return self._global_array(value, state.axis)
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
     def _on_all(self, result: Leaf) -> Leaf:
-        """Gathers a result on every rank; tables stay."""
+        """Replicates a result on every rank; tables stay as they are."""
         with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
             return self._ranks.own(across.whole_everywhere(result))
 
-    def _joined(self, part: Leaf, along: int) -> jax.Array:
+    def _global_array(self, part: Leaf, along: int) -> jax.Array:
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
         spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
@@ -445,7 +448,7 @@ def _hosted(program: Program, bound: ProgramPlan) -> dict[int, tuple[int, RowLay
 
 
 def _read(value: Leaf) -> jax.Array:
-    """Returns a table (collective) or another leaf as a new array."""
+    """Copies a table (collective), or another leaf, to a new array."""
     if isinstance(value, HostRows):
         return HostTable(value).materialize()
     return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)

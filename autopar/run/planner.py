@@ -55,18 +55,17 @@ class Planner:
 
     fun: Callable[..., Pytree]  #: The user's step.
     options: Options  #: The options of the whole step.
-    machine: Machine  #: The machine, whose figures the plan is made by.
+    machine: Machine  #: The machine, by whose figures plans are made.
     donate: bool  #: Whether the state is updated in place.
     #: As for `parallelize`.
     state_argnums: tuple[int, ...] | None
     batch_argnums: tuple[int, ...] | None
     static: NamedArguments  #: The static arguments.
-    donated: NamedArguments | None = None  #: Arguments that the user lets go; None: all of the state.
+    donated: NamedArguments | None = None  #: Arguments that the user donates; None: all of the state.
     devices: Devices | None = None  #: The devices that run the step; None: one.
-    #: The devices that the step is written for, if it is written for one of several.
-    per_device: PerDevice | None = None
+    per_device: PerDevice | None = None  #: The devices of a per-device step (`axis_name=`).
     clients: Clients | None = None  #: Clients that train a replica each; `devices` are those of this one.
-    #: Makes the planner of a pipeline, for a state that fits in no other way; None: not allowed.
+    #: Makes the planner of a pipeline, for a state that doesn't fit otherwise; None: not allowed.
     in_stages: Callable[[], Planner] | None = None
     #: Returns the way to run the step with some options.
     way_of: Callable[[Options], Way] = field(kw_only=True)
@@ -77,7 +76,7 @@ class Planner:
 
     @functools.cached_property
     def way(self) -> Way:
-        """The way to run the step, unless its arguments or its size ask for another."""
+        """The way to run the step by the user's options; arguments in host memory, or too large, ask for another."""
         return self.way_of(self.options)
 
     @functools.cached_property
@@ -91,9 +90,9 @@ class Planner:
 
         Args:
           call: The call.
-          leaves: Its flat arguments, whose ids are counted.
+          leaves: Its flat arguments; the ids in them are counted.
           number: Number of earlier calls, for messages.
-          is_first: Whether nothing was planned before.
+          is_first: Whether this is the step's first plan.
         """
         self._check_job(leaves)
         args, kwargs = call.shapes
@@ -117,13 +116,13 @@ class Planner:
             warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
         ranks = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         program = self._program(call, states, traced.out_info, block, ranks)
+        choices = {**self.choices, **incoming_shards(program.inputs, leaves)}
         if self.processes is not None:
-            check_same_call(self.processes, program, {**self.choices, **shards_given(program.inputs, leaves)}, leaves)
+            check_same_call(self.processes, program, choices, leaves)
         example = leaves
         if self.clients is not None and self.clients.processes.several and is_first:
             shared = [x if input_.role == "state" else None for input_, x in zip(program.inputs, leaves, strict=True)]
-            given = {**self.choices, **shards_given(program.inputs, leaves)}
-            check_same_call(self.clients.processes, program, given, shared)
+            check_same_call(self.clients.processes, program, choices, shared)
             example = self._of_first_client(program.inputs, leaves, self.clients)
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
@@ -131,10 +130,10 @@ class Planner:
         asked = self.way_of(options)
         compiled, way = self._compile(program, asked, example)
         own = self.devices if self.clients is None else self.clients.devices
-        shards = in_shards(asked, made_whole(compiled, options, own, leaves))
-        if shards is not options:
-            with contextlib.suppress(StrategyError):  # they become whole, and a warning says so below
-                (compiled, way), options = self._compile(program, asked.by(shards), example), shards
+        keeping = keep_shards(asked, replicated_shards(compiled, options, own, leaves))
+        if keeping is not options:
+            with contextlib.suppress(StrategyError):  # they are replicated, and a warning says so below
+                (compiled, way), options = self._compile(program, asked.by(keeping), example), keeping
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
@@ -152,17 +151,16 @@ class Planner:
             if planned is not None:
                 return planned
             notes = [*notes, note]
-        warn_of_whole_leaves(compiled, way, own, leaves)
-        notes = [*notes, *shard_notes(options)]
-        notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
+        warn_of_replicated_shards(compiled, way, own, leaves)
+        notes = [*notes, *shard_notes(options), *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
         rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
         return PlannedStep(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
     def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
-        """Returns a call's program for `devices` devices. An evaluation reads divided parameters in place, arrays as
-        well as Tables."""
+        """Returns a call's program for `devices` devices."""
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
+        # An evaluation reads sharded parameters in place, arrays as well as Tables.
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
             x if x.role == "state" or layout is None else replace(x, role="table", layout=layout)
@@ -171,22 +169,22 @@ class Planner:
         return replace(program, inputs=tuple(inputs))
 
     def may_follow(self, plan: Plan) -> bool:
-        """Says whether an earlier plan, for as many devices, may decide what the user left open."""
+        """Says whether an earlier plan may decide what the user left open: it is for as many devices, or hosts."""
         options = self.options
         given = options.plan is not None or not self.way.may_follow
         hosts = asks_for_hosts(plan.strategy)
         return not given and plan.devices == options.devices and hosts == options.hosts
 
     def following(self, plan: Plan) -> Planner:
-        """Returns a planner of the same step that follows an earlier plan, and measures nothing."""
+        """Returns a planner of this step that follows an earlier plan, and measures nothing."""
         options = replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
         machine = replace(self.machine, rates=None, stages=None)
         return replace(self, options=options, machine=machine, in_stages=None)
 
     @staticmethod
     def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Leaf], clients: Clients) -> Sequence[Leaf]:
-        """Returns the call as the first client makes it. All plan by its minibatch, and so run one program. Collective
-        if the leaves are arrays."""
+        """Returns the first client's flat arguments: all clients plan by these, and so run one program. Collective if
+        the leaves are arrays."""
         batch = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
         if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
             return leaves
@@ -194,7 +192,7 @@ class Planner:
         return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
     def _check_job(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that the processes of this job are connected, by MPI if the step needs it."""
+        """Checks that this job's processes are connected, by MPI if the step needs it."""
         check_connected(self.name)
         if any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
@@ -203,7 +201,7 @@ class Planner:
             check_ranks(self.name, *needed)
 
     def _donates(self, call: Call, states: States) -> bool:
-        """Says whether a call's state is updated in place: all of it, or, with a warning, none."""
+        """Says whether a call's state is updated in place. Where the user donates a part, none is, with a warning."""
         arguments = [call.arguments[k] for k in states.outputs]
         kept = [a.name for a in arguments if self.donated is not None and a.key not in self.donated]
         donate = self.donate and not kept
@@ -228,8 +226,8 @@ class Planner:
     def _staged(
         self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Leaf], number: int
     ) -> tuple[PlannedStep | None, str]:
-        """Plans the call in stages, because its state fits in no other way. If it can't be cut, returns None; the note
-        says why."""
+        """Plans the call in stages, as its state doesn't fit otherwise. Returns None, and a note why, if it can't be
+        cut."""
         note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
         try:
             planned = planner.plan(call, leaves, number, is_first=False)
@@ -250,8 +248,8 @@ class Planner:
         return self._compile(program, planned.way.by(replace(planned.options, headroom=headroom)), example)[0]
 
     def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
-        """Analyses, measures and compiles, again and again until only rows are deferred that can be."""
-        way = way.settled(self, program)
+        """Analyses, measures and compiles; once more without deferring a leaf's rows whenever these can't be."""
+        way = way.resolve(self, program)
         while True:
             analysed = analyze_program(program, way)
             try:
@@ -306,7 +304,7 @@ def _as_text(option: Any) -> str:
 
 
 def _reduction_notes(compiled: Compiled) -> list[str]:
-    """Returns notes on sums that MPI makes in rings or beside programs. Collective the first time."""
+    """Returns notes on MPI's sums in rings, or beside programs. Collective the first time."""
     if compiled.plan.reduction_backend != "mpi" or not everyone().several:
         return []
     ways = (
@@ -317,68 +315,70 @@ def _reduction_notes(compiled: Compiled) -> list[str]:
     return [way.format(format_bytes(least)) for way, least in zip(ways, sizes, strict=True) if least is not None]
 
 
-# --- a state that comes in shards is kept so, although the fastest plan would have it whole on every device ---
+# --- a state that comes sharded stays so, although the fastest plan would replicate it ---
 
 
-class Stay(NamedTuple):
-    """A way for a leaf to stay in shards: by a method, along one of its axes."""
+class Sharded(NamedTuple):
+    """A strategy by which a leaf stays sharded, and the axis."""
 
     method: str
     axis: int
 
 
-def shards_given(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, str]:
-    """Returns, as text to compare between processes, the leaves of the state that come in shards."""
+def incoming_shards(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, str]:
+    """Returns the shardings of state leaves that come sharded, as text to compare between processes."""
     pairs = zip(inputs, leaves, strict=True)
-    specs = [f"{x.path} {leaf.sharding.spec}" for x, leaf in pairs if x.role == "state" and _is_in_shards(leaf)]
+    specs = [f"{x.path} {leaf.sharding.spec}" for x, leaf in pairs if x.role == "state" and _is_sharded(leaf)]
     return {"the state's shards": ", ".join(specs)}
 
 
-def made_whole(
+def replicated_shards(
     compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Leaf]
-) -> dict[str, Stay | None]:
-    """Returns the leaves of the state that come in shards but are whole on every device by the plan.
+) -> dict[str, Sharded | None]:
+    """Finds state leaves that come sharded and that the plan replicates.
 
-    Path -> how the leaf can stay in shards; None if its shards aren't along the data or the tensor axis, or if these
-    devices can't divide it evenly.
+    Returns:
+      Path -> how the leaf can stay sharded; None if its shards aren't along the data or the tensor axis, or if these
+      devices can't divide it evenly.
     """
     bound, inputs = compiled.bound, compiled.analysed.inputs
     if devices is None or bound.on_hosts:
         return {}
-    plan, whole = bound.plan, dict[str, Stay | None]()
+    plan, found = bound.plan, dict[str, Sharded | None]()
     by_rows = {table.path for table in plan.tables} if options.rows_travel else set[str]()
     for k, (input_, leaf) in enumerate(zip(inputs, leaves, strict=True)):
         is_whole = bound.placement(k) == (None, None) and k not in bound.uneven and input_.path not in by_rows
-        if input_.role == "state" and is_whole and _is_in_shards(leaf):
-            whole[input_.path] = _stay(input_.path, leaf, plan, devices)
-    return whole
+        if input_.role == "state" and is_whole and _is_sharded(leaf):
+            found[input_.path] = _how_sharded(input_.path, leaf, plan, devices)
+    return found
 
 
-def _stay(path: str, leaf: jax.Array, plan: Plan, devices: Devices) -> Stay | None:
+def _how_sharded(path: str, leaf: jax.Array, plan: Plan, devices: Devices) -> Sharded | None:
     if devices.mesh.size == 1:
         return None
     groups = () if plan.tensor is None else plan.tensor.groups
     divided = next((group.axes[path] for group in groups if path in group.axes), None)
-    if divided is not None and _axes(leaf) == {devices.tensor_axis}:
-        return Stay(TENSOR, divided)
-    axis = _axis(leaf, devices)
-    return None if axis is None else Stay("ps", axis)
+    if divided is not None and _mesh_axes(leaf) == {devices.tensor_axis}:
+        return Sharded(TENSOR, divided)
+    axis = _data_axis(leaf, devices)
+    return None if axis is None else Sharded("ps", axis)
 
 
-def _is_in_shards(leaf: Leaf) -> bool:
+def _is_sharded(leaf: Leaf) -> bool:
     if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf) or jax_compat.is_key(leaf.dtype):
         return False
     return isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_replicated
 
 
-def _axes(leaf: jax.Array) -> set[str]:
+def _mesh_axes(leaf: jax.Array) -> set[str]:
     """Returns the mesh axes over which an array is divided."""
-    assert isinstance(leaf.sharding, NamedSharding), "it is in shards"
+    assert isinstance(leaf.sharding, NamedSharding), "it is sharded"
     parts = [part if isinstance(part, tuple) else (part,) for part in leaf.sharding.spec if part is not None]
     return {name for names in parts for name in names if leaf.sharding.mesh.shape[name] > 1}
 
 
-def _axis(leaf: jax.Array, devices: Devices) -> int | None:
+def _data_axis(leaf: jax.Array, devices: Devices) -> int | None:
+    """Returns the axis along which the devices of the data axis can divide a leaf evenly; None if they can't."""
     along = spread_as(leaf)
     axis = 0 if along is None else along[1]
     is_along_data = along is not None and leaf.sharding.is_equivalent_to(devices.sharding(axis), leaf.ndim)
@@ -387,38 +387,39 @@ def _axis(leaf: jax.Array, devices: Devices) -> int | None:
     return even_axis(leaf.shape, axis, devices.count)
 
 
-def in_shards(way: Way, whole: Mapping[str, Stay | None]) -> Options:
-    """Returns options by which leaves stay in shards, unless the user's strategy says otherwise."""
+def keep_shards(way: Way, replicated: Mapping[str, Sharded | None]) -> Options:
+    """Returns the way's options, changed so that leaves that would be replicated stay sharded, unless the user's
+    strategy says otherwise."""
     options = way.options
-    given = {path: stay for path, stay in whole.items() if stay is not None and _is_open(options, path)}
-    if not given or not way.keeps_shards:
+    kept = {path: how for path, how in replicated.items() if how is not None and _is_open(options, path)}
+    if not kept or not way.keeps_shards:
         return options
     rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
-    strategy = {**{path: stay.method for path, stay in given.items()}, **rest}
-    return replace(options, strategy=strategy, spread_axes={p: stay.axis for p, stay in given.items()})
+    strategy = {**{path: how.method for path, how in kept.items()}, **rest}
+    return replace(options, strategy=strategy, spread_axes={path: how.axis for path, how in kept.items()})
 
 
 def _is_open(options: Options, path: str) -> bool:
     return options.plan is None and choice_for(options.strategy, path).method == "auto"
 
 
-def _in_order(paths: Iterable[str]) -> list[str]:
-    """Sorts paths: parameters come before their slots."""
+def _sorted_paths(paths: Iterable[str]) -> list[str]:
+    """Sorts paths, parameters before their slots."""
     return sorted(paths, key=lambda path: (len(path), path))
 
 
 def shard_notes(options: Options) -> list[str]:
-    """Returns `explain`'s note on leaves that stay in shards."""
-    paths = _in_order(options.spread_axes)
+    """Returns `explain`'s note on leaves that stay sharded."""
+    paths = _sorted_paths(options.spread_axes)
     others = f", and {len(paths) - 3} others" if len(paths) > 3 else ""
     return [f"In shards, as they came: {', '.join(paths[:3])}{others}."] if paths else []
 
 
-def warn_of_whole_leaves(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Leaf]) -> None:
-    """Warns of leaves that come in shards and become whole on every device, unless the user asked for it."""
+def warn_of_replicated_shards(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Leaf]) -> None:
+    """Warns of leaves that come sharded and are replicated, unless the user asked for it."""
     options = way.options
-    whole = made_whole(compiled, options, devices, leaves)
-    paths = _in_order(path for path in whole if options.plan is not None or _is_open(options, path))
+    replicated = replicated_shards(compiled, options, devices, leaves)
+    paths = _sorted_paths(path for path in replicated if options.plan is not None or _is_open(options, path))
     if not paths or devices is None:
         return
     given = {input_.path: leaf for input_, leaf in zip(compiled.analysed.inputs, leaves, strict=True)}
@@ -440,7 +441,7 @@ def _remedy(way: Way, leaf: jax.Array, devices: Devices) -> str:
         return "Where clients average, sync=autopar.sync.Average(every=...), it stays in shards"
     if devices.mesh.size == 1:
         return "Clients that have several devices each keep it in shards: give fewer, clients="
-    names = _axes(leaf)
+    names = _mesh_axes(leaf)
     axis = next((name for name in devices.mesh.axis_names if names == {name} and name != devices.axis), None)
     if axis is None:
         return (

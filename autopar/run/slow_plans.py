@@ -41,11 +41,11 @@ def warn_of_slow_plan(name: str, planned: PlannedStep) -> None:
         _large_results(planned),
         _gathered(planned),
     )
-    for told in itertools.chain(*found):
-        warn(f"{name}: {told}", SlowPlanWarning)
+    for message in itertools.chain(*found):
+        warn(f"{name}: {message}", SlowPlanWarning)
     if planned.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
-        for told in slow_scatters(planned):
-            warn(f"{name}: {told}", SlowPlanWarning)
+        for message in slow_scatters(planned):
+            warn(f"{name}: {message}", SlowPlanWarning)
 
 
 def slow_scatters(planned: PlannedStep) -> Iterator[str]:

@@ -56,7 +56,7 @@ class StackedLeaves:
         held: Counter[int] | None = None
         for of in self._stack.inputs:
             if isinstance(of, int):
-                made.append(alone(leaves[of]))
+                made.append(unstacked(leaves[of]))
                 continue
             members = [leaves[k] for k in of.inputs]
             whole = _common_stack(members, of.indices)
@@ -143,7 +143,7 @@ def _aval(stack: Atom, index: StackIndex) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((index.shape.extents[index.table], *stack.shape[1:]), stack.dtype)
 
 
-def alone(leaf: Leaf) -> Leaf:
+def unstacked(leaf: Leaf) -> Leaf:
     """Copies the rows of a table out of its stack; returns any other leaf as it is."""
     return leaf.current() if isinstance(leaf, TablePart) else leaf
 

@@ -110,27 +110,27 @@ def warn_of_missed_states(
     """Warns of arguments, or leaves of some, that may be state and weren't recognised. `batches`: positions that the
     user named as no state."""
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
-    told = None
+    message = None
     if states.outputs:
         forgotten = _forgotten(call, block, states, batches) if differentiates else None
         if forgotten is not None:
             named = "..." if forgotten.position is None else f"({forgotten.position},)"
-            told = (
+            message = (
                 f"{name} makes a new value of {forgotten.name!r} and doesn't return it: each step begins with the old "
                 f"one. Return it as well; if it is no state, say so: parallelize(step, batch_argnums={named})"
             )
     elif missed := missed_states(call, outputs, block, batches, differentiates=differentiates):
-        told = _told(name, missed)
+        message = _missed_message(name, missed)
     elif differentiates and (partly := _partly_returned(call, outputs, block, states, batches)):
         argument, path = partly
-        told = (
+        message = (
             f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in "
             f"place or by rows. But it returns a new value of a part of {argument.name!r}, {path}. If that is state, "
             f"return all of it in the form in which it was given, optimizer state, too; if not, say "
             "parallelize(step, state_argnums=())"
         )
-    if told:
-        warn(told, StateWarning)
+    if message:
+        warn(message, StateWarning)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,7 +237,7 @@ def missed_states(
     return missed if has_data and (len(missed) > 1 or differentiates) else []
 
 
-def _told(name: str, missed: Sequence[Argument]) -> str:
+def _missed_message(name: str, missed: Sequence[Argument]) -> str:
     names = " and ".join(repr(argument.name) for argument in missed)
     positions = tuple(argument.position for argument in missed if argument.position is not None)
     by_name = "" if len(positions) == len(missed) else " and pass it by position"

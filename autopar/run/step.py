@@ -32,7 +32,7 @@ from autopar.passes.choosing.capacity import needed_share
 from autopar.run.arguments import Call, NamedArguments, call_difference, read_call, static_key
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.devices import DevicesRunner
-from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
+from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, drift_message
 from autopar.run.planned_step import PlannedStep, Runner, Upcoming
 from autopar.run.planner import Planner
 from autopar.run.slow_plans import warn_of_slow_plan
@@ -208,10 +208,10 @@ class ParallelStep(PickledByOptions):
             return self._traced(ready.planned, runner, leaves)
         loads = runner.loads()
         if loads is not None:  # before anything is donated: an error, or a warning as one, costs no state
-            grown, told = self._larger_capacities.after(ready.planned, loads)
+            grown, message = self._larger_capacities.after(ready.planned, loads)
             if grown is not ready.planned:
                 self._replace(ready.planned, grown)
-                warn(told, CapacityWarning)
+                warn(message, CapacityWarning)
                 runner, has_run = grown.runner, False
         runner.upcoming = self.upcoming
         mark(self._calls, self.name)
@@ -313,7 +313,7 @@ class ParallelStep(PickledByOptions):
                 noticing(self.name, "tracing"),
             ):
                 leaves = self.leaves(args, kwargs)
-                planned = self._settled(self.planner.plan(call, leaves, self._calls, is_first=not self._planned))
+                planned = self._share_choices(self.planner.plan(call, leaves, self._calls, is_first=not self._planned))
             self._announce(call, planned)
             self._planned[call.key, call.layouts] = planned
         self._planned |= self._forgotten(planned)
@@ -322,9 +322,9 @@ class ParallelStep(PickledByOptions):
         self.latest = planned
         return planned
 
-    def _settled(self, planned: PlannedStep) -> PlannedStep:
+    def _share_choices(self, planned: PlannedStep) -> PlannedStep:
         first = next(iter(self._planned.values()), None)
-        return planned if first is None else planned.way.settled_with(first, planned)
+        return planned if first is None else planned.way.share_choices(first, planned)
 
     def _planned_for(self, call: Call) -> PlannedStep | None:
         return next((e for e in self._planned.values() if e.takes(call)), None)
@@ -351,13 +351,13 @@ class ParallelStep(PickledByOptions):
         drifted = watch.look(planned, list(map(explicit_meshes.on_auto_mesh, leaves)))
         if planned is not None and drifted:
             remedy = DRIFT_REMEDY if planned.devices is not None else ONE_DEVICE
-            warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
+            warn(f"{self.name}: {drift_message(drifted)}. {remedy}", AlphaDriftWarning)
 
     def _another(
         self, planned: PlannedStep, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float
     ) -> PlannedStep:
         again = replace(planned, compiled=compiled, headroom=headroom, example=example)
-        return self._settled(again)
+        return self._share_choices(again)
 
     def _replace(self, planned: PlannedStep, again: PlannedStep) -> None:
         if self.watch is not None:

@@ -22,37 +22,40 @@ from autopar.servers.timeline import Timeline
 
 
 class End(abc.ABC):
-    """A client's end of its exchanges: the values that it sends, and what it makes of answers. Messages are the
-    business of `ExchangeSession`, and in replays of `planning.replay_clients`."""
+    """A client's part of its exchanges: chooses the values that it sends, and applies answers.
+
+    `ExchangeSession`, and in replays `planning.replay_clients`, send the messages.
+    """
 
     @abc.abstractmethod
     def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
-        """Finds the rows that a step will change. `leaves`: its flat arguments; `known`: inputs that are results of the
-        client's last step."""
+        """Finds the rows that a step will change. `leaves`: its flat arguments. `known`: those that the client's last
+        step returned."""
 
     @abc.abstractmethod
     def step(self, number: int) -> Iterator[Want]:
-        """Yields what the client's next step wants, after `number` others."""
+        """Yields the actions of the client's next step, which `number` others precede (`protocols`)."""
 
     @abc.abstractmethod
     def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
-        """Returns values by server, perhaps the weights' own arrays. Called by all of the client's processes."""
+        """Returns the values to send, by server, perhaps the weights' own arrays. All of the client's processes call
+        it."""
 
     @abc.abstractmethod
     def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
-        """Returns the weights that answers make of those after a step."""
+        """Returns new weights, from those after a step and the servers' answers."""
 
 
 def message(client: int, want: Send, values: Sequence[Array]) -> Exchange | Stepped:
-    """Returns the message with copies of the values, as a step may update weights in place."""
+    """Makes the message, with copies of the values: a step may update weights in place."""
     return (Exchange if want.kind == "exchange" else Stepped)(client, want.number, [np.array(x) for x in values])
 
 
 class ExchangeSession:
-    """Does this process's part of its client's exchanges. Collective to make.
+    """Runs a client's exchanges, of which this process does its part. Collective to make.
 
     Args:
-      end: The client's end.
+      end: The client's part of them.
       servers, clients, processes: As for `Link`.
     """
 
@@ -62,32 +65,32 @@ class ExchangeSession:
         self, end: End, servers: Sequence[Spec], clients: Clients, processes: Sequence[int] | None = None
     ) -> None:
         self.end, self._link = end, Link(servers, clients, processes=processes)
-        #: The rest of the step under way, and the server that was asked; None: all.
+        #: The remaining actions of the step under way, and the server whose answer they wait for; None: all servers'.
         self._wants: Iterator[Want] = iter(())
         self._asked: int | None = None
 
     def begin(self, weights: Mapping[int, Array], number: int) -> None:
-        """Begins a step, and the exchange beside it. `number`: the steps before it."""
-        self._link.drain()  # the exchange of a step that was cut short is done all the same
+        """Begins a step, and the exchange beside it. `number`: of the steps before it."""
+        self._link.drain()  # servers finished the exchange of a step that was cut short
         self._wants = self.end.step(number)
         self._go_on(weights)
 
     def finish(self, weights: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns the weights that an exchange makes of those after a step; none without an exchange."""
+        """Returns the new weights after a step's exchange; none if it has no exchange."""
         return self._go_on(weights)
 
     def receive(self, server: int | None) -> list[Sequence[Array]]:
-        """Returns values that all servers answer, or one."""
+        """Returns the values of one server's answer, or of all servers' (None)."""
         replies = self._link.receive() if server is None else [self._link.answer(server)]
         return [reply.values for reply in replies]
 
     def timeline(self) -> Timeline:
         """Returns all exchanges, in each server's order. Collective."""
-        kept, _ = self._link.settled(leaves=())
+        kept, _ = self._link.collect(leaves=())
         return Timeline(self._link.workers, None, [each.events for each in kept], ring=self.is_ring)
 
     def _go_on(self, weights: Mapping[int, Array]) -> dict[int, Array]:
-        """Follows the protocol up to the step itself, or to its end."""
+        """Runs actions up to the computation, or to the end of the step."""
         made: dict[int, Array] = {}
         for want in self._wants:
             if isinstance(want, Compute):
@@ -103,7 +106,7 @@ class ExchangeSession:
 
 
 class CenterParts:
-    """Divides weights between at most `servers` servers, `count` in fact, and joins their parts again."""
+    """Divides weights over `count` servers, at most `servers`, and joins their parts again."""
 
     def __init__(self, weights: Mapping[int, Array], servers: int) -> None:
         self.numbers = list(weights)
@@ -116,7 +119,7 @@ class CenterParts:
         return [self._flat(span, weights) for span in self._shares[server]]
 
     def joined(self, parts: Sequence[Sequence[Array]]) -> dict[int, np.ndarray]:
-        """Returns arrays by number of the step's input, from all servers' parts."""
+        """Returns weights by index of the step's input, from all servers' parts."""
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.numbers]
         for share, values in zip(self._shares, parts, strict=True):
             for span, value in zip(share, values, strict=True):
@@ -151,7 +154,7 @@ class CenterEnd(End):
         self._parts, self._interval, self._exchanges = parts, interval, 0
 
     def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
-        pass  # whatever a step changes, weights are exchanged whole
+        pass  # weights are exchanged whole
 
     def step(self, number: int) -> Iterator[Want]:
         return elastic_step(self._interval, number, self._exchanges)
@@ -176,18 +179,18 @@ class CenterSession(ExchangeSession):
         specs = [CenterSpec(dict(enumerate(parts.of(n, weights))), alpha, clients.count) for n in range(parts.count)]
         super().__init__(CenterEnd(parts, interval), specs, clients)
 
-    def settled(self) -> dict[int, Array]:
+    def collect(self) -> dict[int, Array]:
         """Returns the centre after all exchanges. Collective."""
-        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled()[0]])
+        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.collect()[0]])
 
 
 class RingSession(ExchangeSession):
-    """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`), of whom passive ones answer.
+    """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`); passive clients answer active ones.
 
     Args:
       end: The client's end.
       weights: Numbers of the step's inputs that are averaged.
-      neighbors: Each passive client -> what answers for it.
+      neighbors: Each passive client -> the server that answers for it.
       clients: All clients.
     """
 
@@ -200,9 +203,9 @@ class RingSession(ExchangeSession):
         self._own = [*neighbors].index(clients.own) if clients.own in neighbors else None
         super().__init__(end, [*neighbors.values()], clients, [clients.leader(c) for c in neighbors])
 
-    def settled(self) -> dict[int, Array]:
-        """Returns a passive client's weights after all that neighbours have sent; nothing for an active client, which
-        has its own. Collective."""
+    def collect(self) -> dict[int, Array]:
+        """Returns a passive client's weights after all neighbours' exchanges; {} for an active one, which has its own.
+        Collective."""
         self._link.finish()
         if self._own is None:
             return {}

@@ -1,4 +1,4 @@
-"""`Link`: a worker's connection to servers: dedicated processes, or threads in the first workers."""
+"""`Link`: a worker's connection to servers, which are dedicated processes or threads in the first workers."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from autopar.servers.messages import Kept, OfProcess, Opening, Read, Spec, addre
 class Link:
     """Sends messages to servers, and takes their replies. Collective to make.
 
-    Each process of a worker speaks for it to some of the servers, and tells the others the answers, so that a worker's
-    messages use the wires of all its machines (MXNET-MPI, section 4).
+    Each process of a worker sends its messages to some of the servers (it *speaks to* them), and tells the worker's
+    other processes the answers, so that messages use the links of all the worker's machines (MXNET-MPI, section 4).
 
     Args:
-      servers: What each server begins with, the same in all processes.
+      servers: The recipe of each server, the same in all processes.
       clients: The workers; messages name them by number.
-      farewell: A message for all servers, once nobody has the link any more; None: there is none.
-      processes: For each server the process that it is a thread of; None: as in this job.
+      farewell: A message to all servers once the link is no longer referenced; None: there is none.
+      processes: For each server the process that it is a thread of; None: dedicated processes if the job has any.
 
     Attributes:
       servers: Their numbers.
-      own: Servers that this process speaks to for all workers: it opens them, and reads what they keep.
+      own: Servers that this process opens, and reads for all workers.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Link:
         self.own = self.servers[here :: group.size]
         if not self.is_dedicated:
             self.own = [n for n in self.servers if self._processes[n] == here]
-        #: For each server the number of replies that are still to come.
+        #: For each server the number of replies that are to come.
         self._open: Counter[int] = Counter()
         speakers = [[clients.speaker(w, n) for w in range(clients.count)] for n in self.servers]
         if self.is_dedicated:
@@ -71,17 +71,17 @@ class Link:
         return self._clients.speaker(self.number, server) == self._service.rank
 
     def tell(self, server: int, message: Sent) -> None:
-        """Sends a message that isn't answered. Its arrays mustn't change any more."""
+        """Sends a message that gets no answer. Its arrays mustn't change afterwards."""
         if self.speaks_to(server):
             self._service.send(self._number, self._process(server), message)
 
     def request(self, server: int, message: Sent) -> None:
-        """Sends a message that is answered."""
+        """Sends a message that gets an answer (`receive`, `answer`)."""
         if self.speaks_to(server):
             self._request(server, message)
 
     def drain(self) -> None:
-        """Forgets replies to a step that was cut short, as the next request has another answer."""
+        """Takes and drops replies to a step that was cut short."""
         for server in self.servers:
             while self._open[server]:
                 self._next(server)
@@ -103,16 +103,16 @@ class Link:
         return next(reply for reply in said if reply is not None)
 
     def read(self, server: int, leaf: int) -> Sent:
-        """Asks a server for a leaf as it is now, for this process alone."""
+        """Asks a server for a leaf's value now, for this process alone."""
         self.drain()
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
-    def settled(
+    def collect(
         self, own: Leaf = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
     ) -> tuple[list[Kept], Sent]:
-        """Returns what each server keeps after all workers' messages, and the `own` of the first worker. Collective.
+        """Returns what each server keeps after all workers' messages, and the first worker's `own`. Collective.
 
-        `own`: this worker's value. `resumed`: a message of each worker to servers afterwards; None: there is none.
+        `own`: this worker's value. `resumed`: a message that each worker sends to all servers afterwards, if any.
         `leaves`: as in `Read`.
         """
         self.finish()
@@ -136,7 +136,7 @@ class Link:
             everyone().gather(b"", "all messages are done")
 
     def command(self, server: int, message: OfProcess) -> Sent:
-        """Sends a message of this process alone, and waits for its reply."""
+        """Sends a message for this process alone, and waits for its reply."""
         self._request(server, message)
         return self._next(server)
 

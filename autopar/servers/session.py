@@ -37,13 +37,13 @@ def _leave_for(group: Group) -> None:
 
 
 class Session:
-    """Does this process's part of training: it is a worker, and perhaps a server of a state. Collective to make.
+    """Trains a state that servers keep: this process is a worker, and perhaps a server. Collective to make.
 
     Args:
       programs: The workers' and servers' programs.
       leaves: The step's flat arguments, with the state, the same on all processes; copied.
       staleness: The bound; None: there is none.
-      mode: What steps have in common that may go on with the state.
+      mode: Identifies the steps that may continue with the state.
       clients: The workers.
 
     Attributes:
@@ -112,8 +112,8 @@ class Session:
         for n in self.link.servers:
             self.link.tell(n, Leave(self.link.number))
 
-    def settled(self) -> dict[int, Array]:
-        """Returns the state by number of the step's input, after all workers' steps. Collective."""
+    def collect(self) -> dict[int, Array]:
+        """Returns the state after all workers' steps, by index of the step's input. Collective."""
         kept, clocks = self._kept()
         return self._step.whole_leaves(state_of(clocks, kept))
 
@@ -124,6 +124,6 @@ class Session:
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
         self.leave()
         own = {k: on_host(local(x)) for k, x in self.clocks.items()}
-        kept = self.link.settled(own, Return(self.link.number))
+        kept = self.link.collect(own, Return(self.link.number))
         self._is_away = False
         return kept

@@ -206,11 +206,11 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Location, Manifest]:
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
-    def told(found: Json) -> tuple[Location, int, bytes]:
+    def parse(found: Json) -> tuple[Location, int, bytes]:
         name, crc32, text = from_json(tuple[str, int, str], list(found), "the manifest")
         return folder.version(name), crc32, text.encode("latin-1")
 
-    version, crc32, data = group.led(CheckpointError, read, "the manifest", told)
+    version, crc32, data = group.led(CheckpointError, read, "the manifest", parse)
     return version, Manifest.parse(data, version, crc32)
 
 

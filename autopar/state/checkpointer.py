@@ -97,11 +97,11 @@ class Leaving:
 
     def answer(self, save: Callable[[], None]) -> None:
         """Saves and leaves, if any process got a signal. Collective: all are at the same step."""
-        told = self._tell(tuple(self._noted))
-        if not told and not jax_compat.reached_preemption(next(_ASKED)):
+        signals = self._tell(tuple(self._noted))
+        if not signals and not jax_compat.reached_preemption(next(_ASKED)):
             return
         save()
-        self._leave(told[0] if told else signal.SIGTERM)
+        self._leave(signals[0] if signals else signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._noted:

@@ -33,7 +33,7 @@ from autopar.state.files.locations import Location, mapped, require_tensorstore
 from autopar.state.files.manifest import NUMBERS, FileRecord, LeafRecord, Manifest, Node, describe_tree
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
-from autopar.tables.replica import Replica, average, replicas_of, settled
+from autopar.tables.replica import Replica, average, merged, replicas_of
 from autopar.tables.served import session_of
 from autopar.tables.sharded import TablePart, shards_of
 
@@ -92,7 +92,7 @@ def saved_leaves(state: Pytree) -> list[SavedLeaf]:
             )
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
         if isinstance(leaf, Replica):
-            own = _jax_leaf(known, name, jnp.asarray(materialize(settled(leaf))))
+            own = _jax_leaf(known, name, jnp.asarray(materialize(merged(leaf))))
             leaves.append(_of_each(leaf.pending.clients, own))
         else:
             leaves.append(_leaf(known, name, leaf if isinstance(leaf, TablePart) else current(leaf)))
@@ -107,8 +107,8 @@ def on_one_process(state: Pytree) -> Pytree:
         return average(state)
     replicas = replicas_of(leaves)
     if replicas is not None and (replicas.center is not None or replicas.ring is not None):
-        centers = {} if replicas.center is None else replicas.center.settled()
-        own = {} if replicas.ring is None else replicas.ring.settled()
+        centers = {} if replicas.center is None else replicas.center.collect()
+        own = {} if replicas.ring is None else replicas.ring.collect()
         shared = replace(replicas, anchors=centers)
 
         def now(leaf: Leaf) -> Leaf:
@@ -122,7 +122,7 @@ def on_one_process(state: Pytree) -> Pytree:
     shared = replace(replicas, anchors=anchors, outer=outer, on_way={})
 
     def whole(leaf: Leaf) -> Pytree:
-        return Replica(local(materialize(settled(leaf))), shared, leaf.index) if isinstance(leaf, Replica) else leaf
+        return Replica(local(materialize(merged(leaf))), shared, leaf.index) if isinstance(leaf, Replica) else leaf
 
     return jax.tree.map(whole, state)
 
@@ -263,7 +263,7 @@ class PendingSave:
             if any(leaf.record.kind == "dense" for leaf in known) and isinstance(folder.path, Path):
                 require_orbax()
             lines = [f"step {step}", f"position {json.dumps(_plain(position), sort_keys=True)}"]
-            lines += [leaf.record.told for leaf in known]
+            lines += [leaf.record.described for leaf in known]
             if copied:
                 known[:] = [leaf.copied(writes_dense=group.rank == 0) for leaf in known]
             return "\n".join(lines)

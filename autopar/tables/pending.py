@@ -1,5 +1,4 @@
-"""`PendingArray`: a leaf of the state whose last updates are still on their way through an asynchronous pipeline; and
-whose results come with which call."""
+"""`PendingArray`: a leaf of the state that minibatches in an asynchronous pipeline are still to update."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ class Flight(Protocol):
 
     @property
     def call(self) -> object:
-        """Says which leaves are there: those of the last call, as long as no other has taken them."""
+        """Identifies the leaves that exist now: the last call's, until another pipeline takes them."""
         ...
 
     @property
-    def ended(self) -> int | None:
+    def finished(self) -> int | None:
         """Number of the minibatch whose results the last call returned."""
         ...
 
@@ -39,11 +38,11 @@ class Flight(Protocol):
         ...
 
     def hand_on(self) -> None:
-        """Says that a step has taken the drained leaves, and updates them in place."""
+        """Notes that a step has taken the drained leaves, and updates them in place."""
         ...
 
     def rest(self) -> list[Leaf]:
-        """Returns what minibatches returned besides the state that ended by that, in their order."""
+        """Returns, in order, the results (without the state) of minibatches that finished when it was drained."""
         ...
 
 
@@ -57,7 +56,7 @@ class PendingArray(StandingLeaf[Flight]):
     """
 
     def __init__(self, flight: Flight, index: int, aval: Leaf) -> None:
-        """Takes the minibatches that are on their way, which all leaves share; the others as of `StandingLeaf`."""
+        """Takes the minibatches in flight, which all leaves share; `index` and `aval` as for `StandingLeaf`."""
         super().__init__(flight, index, aval)
         self._call = flight.call
 
@@ -69,7 +68,7 @@ class PendingArray(StandingLeaf[Flight]):
         return self._call != self.pending.call
 
     def current(self) -> Leaf:
-        """Returns the leaf behind all minibatches: an array, or a `StageArray`."""
+        """Returns the leaf after all minibatches: an array, or a `StageArray`."""
         if self.is_deleted():
             raise DonatedStateError(
                 "this leaf was given to a later step, which goes on with it: read the state that this returned. A "
@@ -98,38 +97,38 @@ def drain(state: T) -> T:
     return jax.tree.map(lambda leaf: leaf.current() if isinstance(leaf, PendingArray) else leaf, state)
 
 
-# --- whose results come with which call ---
+# --- results, some calls after their batches ---
 
 
-#: Behind the last batch.
+#: Follows the last batch.
 _END: Any = object()
 
 
-def ended(state: Pytree) -> int | None:
-    """Returns which minibatch the results are of that came with a state: its number since the pipeline was empty.
+def finished_minibatch(state: Pytree) -> int | None:
+    """Returns the number of the minibatch whose results the call returned that made this state.
 
-    None if they are of none yet, or of the call itself.
+    Minibatches are numbered from 0, beginning with the first one in the empty pipeline. None if the call returned no
+    results yet, or its own minibatch's.
     """
     flight = _flight(state)
-    return None if flight is None else flight.ended
+    return None if flight is None else flight.finished
 
 
-def paired(
+def train_batches(
     step: Callable[[T, Pytree], tuple[T, Pytree]], state: T, batches: Iterable[Pytree]
 ) -> Iterator[tuple[T, Pytree, Pytree]]:
-    """Trains, and yields each batch with what its minibatch returned.
+    """Trains on batches, and yields each batch with its own results.
 
-    An asynchronous step returns that some calls later, or, for the last ones, when the state is drained or read. Of any
-    other step it is what the call returns.
+    An asynchronous step returns a batch's results some calls later; those of the last batches come when the state is
+    drained or read. Any other step returns them at once.
 
     Args:
-      step: Takes a state and a batch, and returns the new state and something else.
-      state: The first state, which is given away.
-      batches: Of each call.
+      step: Maps (state, batch) to (new state, results).
+      state: The first state, which is donated.
+      batches: A batch for each call.
 
     Yields:
-      The state as far as it is, a batch, and what the step returned for it, in the order of the batches. With the last
-      ones the state is drained.
+      (The newest state, a batch, its results), in the order of the batches; the last state is drained.
     """
     waiting: collections.deque[Any] = collections.deque()
     coming = iter(batches)

@@ -180,7 +180,7 @@ def _moved_rows(weight: Array, indices: Array, sent: Array, new: Array, axis: in
     return weight.at[(slice(None),) * axis + (indices,)].set(jnp.moveaxis(_moved(rows, sent, new), 0, axis))
 
 
-def settled(leaf: Replica) -> Leaf:
+def merged(leaf: Replica) -> Leaf:
     """Returns this client's leaf once its mean, if that is on its way, is merged."""
     way = next((way for way in leaf.pending.on_way.values() if leaf.index in way.new), None)
     return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.index], way.new[leaf.index])
@@ -209,16 +209,16 @@ def average(state: T) -> T:
     """
     leaves, tree = jax.tree.flatten(state)
     if (session := session_of(leaves)) is not None:
-        return jax.tree.unflatten(tree, _settled(leaves, session))
+        return jax.tree.unflatten(tree, _collected(leaves, session))
     replicas = replicas_of(leaves)
     if replicas is None:
         return materialize(state)
     # Before any mean: while a client's devices wait in one, a server in its process couldn't compute an exchange.
-    center = {} if replicas.center is None else replicas.center.settled()
-    own = {} if replicas.ring is None else replicas.ring.settled()
+    center = {} if replicas.center is None else replicas.center.collect()
+    own = {} if replicas.ring is None else replicas.ring.collect()
     indices = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
     mine = {k: own.get(leaves[k].index, None) for k in indices}
-    mine = {k: materialize(settled(leaves[k])) if x is None else x for k, x in mine.items()}
+    mine = {k: materialize(merged(leaves[k])) if x is None else x for k, x in mine.items()}
     if replicas.ring is not None:  # a passive client has its weights from its server, where an active one has shards
         whole = replicas.clients.devices.sharding(None)
         mine = {k: place_array(x, whole) for k, x in mine.items()}
@@ -230,8 +230,8 @@ def average(state: T) -> T:
     return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
 
 
-def _settled(leaves: Sequence[Leaf], session: Session) -> list[Leaf]:
+def _collected(leaves: Sequence[Leaf], session: Session) -> list[Leaf]:
     """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
     worker's."""
-    whole = session.settled()
+    whole = session.collect()
     return [leaf.typed(whole[leaf.index]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]

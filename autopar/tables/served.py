@@ -1,4 +1,4 @@
-"""`ServedLeaf`: a leaf of a state that servers keep, as a worker has it (`autopar.sync.Async`)."""
+"""`ServedLeaf`: a worker's handle of a leaf that servers keep (`autopar.sync.Async`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from autopar.tables.leaf import StandingLeaf
 
 
 class ServedLeaf(StandingLeaf[Session]):
-    """A leaf of the state behind a worker's step.
+    """A leaf of the state that a worker's step returned, while servers keep its values.
 
-    A leaf like an array: `jax.tree` maps over it, and the step takes and returns it. Reading it (`np.asarray`,
-    functions of JAX, indexing) asks its server for what it is now, pushes of other workers included; no other worker
-    takes part. `autopar.materialize(state)` makes ordinary arrays of what it is now, and `autopar.average(state)`,
-    collective, the same ones on all processes.
+    It is a leaf like an array: `jax.tree` maps over it, and the step takes and returns it. Reading it (`np.asarray`,
+    functions of JAX, indexing) asks its server for the current value, pushes of other workers included; no other worker
+    takes part. `autopar.materialize(state)` copies the current values to ordinary arrays; `autopar.average(state)`,
+    collective, makes the same arrays on all processes.
     """
 
     of_clients = True
 
     def __init__(self, session: Session, index: int, aval: Leaf) -> None:
-        """Takes the input of the step that it is (`index`), and its shape and dtype (`aval`)."""
+        """Makes the handle of the step's input `index`, of the shape and dtype of `aval`."""
         super().__init__(session, index, aval)
         self._step = session.steps
 
     @property
     def is_weak(self) -> bool:
-        """Says whether its type is a weak one."""
+        """Says whether its type is weak."""
         return bool(getattr(self._aval, "weak_type", False))
 
     @property
@@ -42,7 +42,7 @@ class ServedLeaf(StandingLeaf[Session]):
         return self._step != self.pending.steps
 
     def current(self) -> Leaf:
-        """Returns the array as it is now.
+        """Returns its value now.
 
         Raises:
           DonatedStateError: it was given to a step.
@@ -52,7 +52,7 @@ class ServedLeaf(StandingLeaf[Session]):
         return self.typed(self.pending.read(self.index))
 
     def typed(self, value: Leaf) -> Leaf:
-        """Returns a value of this leaf as an array of its type."""
+        """Returns a server's value as an array of this leaf's type."""
         if jax_compat.is_key(value.dtype):
             return value
         array = jnp.asarray(value)
@@ -67,8 +67,11 @@ class ServedLeaf(StandingLeaf[Session]):
 
 
 def session_of(leaves: Sequence[Leaf]) -> Session | None:
-    """Returns what this process does for the state that some leaves are of; None if servers keep none of them. Raises
-    DonatedStateError if they are of several states, or were given to a step."""
+    """Returns this process's session of the state that leaves belong to; None if servers keep none of them.
+
+    Raises:
+      DonatedStateError: they are of several states, or were given to a step.
+    """
     served = [leaf for leaf in leaves if isinstance(leaf, ServedLeaf)]
     if any(leaf.is_deleted() for leaf in served):
         raise donated("the state")

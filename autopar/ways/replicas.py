@@ -106,7 +106,7 @@ class InReplicas(WithClients):
         exchanged = f"What a client sends the others, {size} a step by the plan, is in no program of its step"
         return replace(own, note=f"{exchanged}: autopar.explain({name}, ...) tells of it")
 
-    def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
+    def share_choices(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         # Clients meet another shape at different times and measure it on their own minibatches: their choices of tables
         # that are sent by rows could differ, so the first plan's stays.
         known, plan = first.compiled.plan.sync, planned.compiled.plan.sync

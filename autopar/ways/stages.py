@@ -175,15 +175,15 @@ class InStages(Way):
             rates = first_rates(planner.processes, rates)
         return replace(found, stages=rates)
 
-    def settled(self, planner: Planner, program: Program) -> Way:
-        """Returns a way whose pipeline leaves nothing open.
+    def resolve(self, planner: Planner, program: Program) -> Way:
+        """Returns this way with choices for all that its pipeline leaves to "auto".
 
-        Slack is searched only if stages are on several processes. Links within a process are as fast as its memory: one
+        Slack is searched only for stages on several processes. Links within a process are as fast as its memory: one
         that seems slow shows a busy machine, and slack would change the training for nothing.
         """
         if self.pipeline.is_asynchronous and self.pipeline.slack is None and planner.processes is None:
             at_once = replace(self.pipeline, slack=0)
-            return replace(self, pipeline=at_once).settled(planner, program)
+            return replace(self, pipeline=at_once).resolve(planner, program)
         if not self.pipeline.is_open:
             return self
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))

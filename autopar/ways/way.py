@@ -156,8 +156,8 @@ class Way:
             program, _ = run(program)
         return program
 
-    def settled(self, planner: Planner, program: Program) -> Way:
-        """Returns this way with everything chosen that its options leave open."""
+    def resolve(self, planner: Planner, program: Program) -> Way:
+        """Returns this way with choices for all options that are left to "auto"."""
         return self
 
     def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
@@ -218,7 +218,7 @@ class Way:
         """Returns the runner for calls with tables of autopar's own."""
         return planned.runner
 
-    def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
+    def share_choices(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         """Returns `planned` for other shapes than the first call's, with the choices of `first` that all clients must
         share."""
         return planned

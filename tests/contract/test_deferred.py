@@ -35,14 +35,14 @@ def float64() -> Iterator[None]:
 # --- the replay is what makes the numbers ---
 
 
-def _late(self: Deferred, rows: Any, begin: jax.Array, *rest: Any, _replayed: Any = Deferred._replayed) -> Any:
+def _late(self: Deferred, rows: Any, begin: jax.Array, *rest: Any, _replayed: Any = Deferred._replay_group) -> Any:
     return _replayed(self, rows, jnp.maximum(begin, begin + 1), *rest)  # padding has the largest number
 
 
 def test_one_step_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = rows_case(momentum, one_slot)
     assert differ(case, steps=60) == []
-    monkeypatch.setattr(Deferred, "_replayed", _late)
+    monkeypatch.setattr(Deferred, "_replay_group", _late)
     assert differ(case, steps=60)
 
 

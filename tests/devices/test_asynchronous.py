@@ -42,7 +42,7 @@ def check_run(planned: Any, make: Callable[[], Any], epochs: int = 2, count: int
     for epoch in range(epochs):
         batches = [batch(100 * epoch + k) for k in range(count)]
         minibatches = [flat(state, given) for given in batches]
-        pairs = list(autopar.paired(planned, state, batches))
+        pairs = list(autopar.train_batches(planned, state, batches))
         assert all(given is batches[k] for k, (_, given, _) in enumerate(pairs))
         state, found = pairs[-1][0], [results for _, _, results in pairs]
         assert not any(isinstance(leaf, autopar.PendingArray) for leaf in jax.tree.leaves(state))
@@ -169,7 +169,7 @@ def test_states_are_drained_when_they_are_read(tmp_path: Path) -> None:
     planned, state = autopar.parallelize(step, pipeline=pipeline), make()
     for k in range(3):
         state, results = planned(state, batch(k))
-        assert (results is None) == (k < 2) and autopar.ended(state) == (None if k < 2 else 0)
+        assert (results is None) == (k < 2) and autopar.finished_minibatch(state) == (None if k < 2 else 0)
     old, words = state, state["params"]["words"]
     assert isinstance(words, autopar.PendingArray) and "on their way" in repr(words) and words.shape == (30, 8)
     assert not isinstance(state["key"], autopar.PendingArray)  # no gradient reaches it
@@ -179,7 +179,7 @@ def test_states_are_drained_when_they_are_read(tmp_path: Path) -> None:
     found = autopar.restore(tmp_path / "a", make(), step=planned, batch=batch(0)).state
     np.testing.assert_array_equal(read, np.asarray(found["params"]["words"]))
     state, results = planned(state, batch(3))
-    assert results is None and autopar.ended(state) is None
+    assert results is None and autopar.finished_minibatch(state) is None
     with pytest.raises(autopar.DonatedStateError, match="later"):
         np.asarray(old["params"]["words"])
     other = autopar.parallelize(step, pipeline=Pipeline(3, microbatches=2))
@@ -202,7 +202,7 @@ def test_other_functions_take_a_state_that_is_on_its_way() -> None:
     under_jit = jax.jit(sum_of)(state["params"])
     found = autopar.parallelize(sum_of)(state["params"])
     params = autopar.materialize(state["params"])
-    assert autopar.ended(state) == 0
+    assert autopar.finished_minibatch(state) == 0
     for each in (found, under_jit):
         np.testing.assert_allclose(float(each), float(sum_of(params)), rtol=1e-6)
 

@@ -101,7 +101,7 @@ def test_small_sums_and_gathers_as_messages_to_all() -> None:
     given += [jnp.full((COUNT, 3), x, np.float32) for x in (-0.0, np.nan)] + [jnp.ones((COUNT, 1 << 19), np.int8)]
     given += [jnp.linspace(-3, 5, COUNT * n).reshape(COUNT, 1, n) ** 3 for n in (1, 1001)]
     given += [given[-1].astype(np.complex64) * (1 + 0.3j)]
-    alone, together = on_devices(fun, *given), on_devices(combined(fun, by_messages=True), *given)
+    alone, together = on_devices(fun, *given), on_devices(combined(fun, direct=True), *given)
     flat = iter(zip(alone(*given), together(*given), strict=True))
     for a, b in itertools.islice(flat, len(given)):
         assert a.dtype == b.dtype and np.array_equal(a, b, equal_nan="float" in str(a.dtype))

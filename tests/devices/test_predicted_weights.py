@@ -50,7 +50,7 @@ def test_constant_gradients_are_predicted_exactly(schedule: str) -> None:
     pipeline = Pipeline([[str(k)] for k in range(4)], schedule)
     planned = autopar.parallelize(step, pipeline=pipeline)
     batches = [x] * 16
-    seen = [np.asarray(results[0])[0] for _, _, results in autopar.paired(planned, state, batches)]
+    seen = [np.asarray(results[0])[0] for _, _, results in autopar.train_batches(planned, state, batches)]
     plan = planned.latest.compiled.plan.pipeline
     ahead = plan.ahead or ((0, 0),) * 4
     for m, weights in enumerate(seen):
@@ -81,7 +81,7 @@ def test_touched_rows_are_predicted() -> None:
     planned = autopar.parallelize(step, pipeline=pipeline, strategy="ps")
     touched = [(7, 3), (3, 9), (3, 9), (9, 0), (49, 3), (3, 49), (3, 49)] * 2
     batches = [(np.ones((4, 3), np.float32), np.tile(np.asarray(ids, np.int32), (4, 1))) for ids in touched]
-    seen = [np.asarray(rows)[0, :, 0] for _, _, (rows, _) in autopar.paired(planned, state, batches)]
+    seen = [np.asarray(rows)[0, :, 0] for _, _, (rows, _) in autopar.train_batches(planned, state, batches)]
     plan = planned.latest.compiled.plan
     assert plan.table("rows").lifted
     for m, rows in enumerate(seen):
@@ -102,7 +102,7 @@ def test_a_wrong_prediction_is_seen() -> None:
         found.append(
             [
                 np.asarray(seen)[0, 0]
-                for _, _, (seen, _) in autopar.paired(planned, [jnp.copy(w) for w in state], [x] * 6)
+                for _, _, (seen, _) in autopar.train_batches(planned, [jnp.copy(w) for w in state], [x] * 6)
             ]
         )
     assert found[0][2:] == [-0.5 * m for m in range(2, 6)] and found[1][2:] == [-0.5 * (m + 1) for m in range(2, 6)]

@@ -182,7 +182,7 @@ class Session:
     def train(self, batch, step=None):
         self.older, step = [*self.older[-1:], self.state], step or self.step
         if PIPELINE:  # without a flush, nothing is late where each minibatch is drained
-            ((self.state, _, results),) = autopar.paired(lambda s, b: self.call(step, s, b), self.state, [batch])
+            ((self.state, _, results),) = autopar.train_batches(lambda s, b: self.call(step, s, b), self.state, [batch])
         else:
             self.state, results = self.call(step, self.state, batch)
         self.see(results)

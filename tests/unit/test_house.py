@@ -44,8 +44,8 @@ def test_benchmarks_that_pages_name_exist() -> None:
 
 def loaded(*codes: str) -> list[set[str]]:
     """Returns the modules of autopar that are loaded after each of some lines, which one process runs."""
-    told = "; import sys; print(*[name for name in sys.modules if name.startswith('autopar.')])\n"
-    code = "".join(line + told for line in codes)
+    listing = "; import sys; print(*[name for name in sys.modules if name.startswith('autopar.')])\n"
+    code = "".join(line + listing for line in codes)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     return [set(line.split()) for line in run.stdout.splitlines()]
 
@@ -73,9 +73,9 @@ def test_importing_autopar_leaves_rooms_for_later_and_a_step_loads_its_own_way_a
 
 def test_public_names_are_loaded_when_they_are_used() -> None:
     stub = ast.parse((ROOT / "autopar" / "__init__.pyi").read_text())
-    told = {a.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names}
-    assert sorted(told) == autopar.__all__ and set(told) <= set(dir(autopar))
-    for name, module in told.items():
+    stubs = {a.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert sorted(stubs) == autopar.__all__ and set(stubs) <= set(dir(autopar))
+    for name, module in stubs.items():
         expected = f"autopar.{name}" if module == "autopar" else name
         found = getattr(autopar, name)
         assert (found.__name__ if module == "autopar" else name) == expected

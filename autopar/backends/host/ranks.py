@@ -23,8 +23,8 @@ from autopar import jax_compat
 from autopar.backends.across import is_global, jit_on
 from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
+from autopar.backends.gloo import uses_gloo
 from autopar.backends.host.view import RankDevice, RankView
-from autopar.backends.messages import by_gloo
 from autopar.ir.segments import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
@@ -149,7 +149,7 @@ class Ranks:
                 return tuple(jax.tree.map(lambda a: jnp.asarray(a)[None], x) if at == EACH else x for x, at in pairs)
 
             specs = [tuple(self.sharding(at).spec for at in placements) for placements in (given, returned)]
-            fun = combined(each, by_messages=True) if by_gloo(self.mesh) else each
+            fun = combined(each, direct=True) if uses_gloo(self.mesh) else each
             mapped = jax.shard_map(fun, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
             return jit_on(self.mesh, mapped, **options)
         if side == "device":

@@ -47,7 +47,7 @@ class HostLogPrograms(LogPrograms):
             return deferred.caught_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
 
         elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
-        self.times = deferred.times(elements)
+        self.calls = deferred.calls(elements)
         self._up_to_date = jax.jit(up_to_date)
         self._caught_up = jax.jit(caught_up)
         self._close = jax.jit(lambda *entries: close(self.replay, Entries.of(self.replay, entries)))
@@ -101,7 +101,7 @@ class HostLogPrograms(LogPrograms):
 
     def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
         stamps = log.stamps[0].rows
-        numbers = np.arange(which, len(stamps), self.times)
+        numbers = np.arange(which, len(stamps), self.calls)
         lagging = numbers[self._deferred.lags(stamps[numbers], closed[1])]
         self._replace(log, lagging, _SOME_ELEMENTS, self._caught_up, closed)
 
@@ -137,12 +137,12 @@ class HostLogPrograms(LogPrograms):
                 note_lost_rows(error)
             raise
 
-    def turned(self, log: AnyLog) -> list[Leaf] | None:
+    def rotate(self, log: AnyLog) -> list[Leaf] | None:
         if self._compilation is not None:
             self._compilation.finish()
         with jax.default_device(self._device):
-            takes_all, dropped, segment, segments = jax.tree.map(np.asarray, self._close(*log.steps))
-        if takes_all:
+            needs_flush, dropped, segment, segments = jax.tree.map(np.asarray, self._close(*log.steps))
+        if needs_flush:
             return None
         (stamps,), part, count = log.stamps, self.replay.part, len(self.replay.records)
         records = [np.concatenate([x[part:], x[part:]]) for x in log.steps[2 : 2 + count]]  # what is newer isn't read

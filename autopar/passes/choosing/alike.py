@@ -249,7 +249,7 @@ def without_small(program: Program, decided: Sequence[Decision], choices: Choice
 
 def _by_bags(space: RowSpace, table: TablePlan, choices: Choices) -> float:
     """Returns the bytes that a rank saves because owners add up bags; infinity if that isn't to be decided."""
-    if not table.pooled or choices.told(space) is not None:
+    if not table.pooled or choices.earlier_plan(space) is not None:
         return math.inf
     return sent_bytes(known(table.sizes).by_rows(), "hosts")[HOSTED] - table.sent[HOSTED]
 

@@ -85,11 +85,11 @@ class Choices:
         """Returns the most steps that rows of a family wait; 0 if no step moves untouched rows."""
         if not space.deferred:
             return 0
-        earlier = self.told(space)
+        earlier = self.earlier_plan(space)
         said = earlier.log_steps if earlier is not None else self.options.log_steps
         return said or log_steps(max(space.extent, self.waiting))
 
-    def told(self, space: RowSpace) -> TablePlan | None:
+    def earlier_plan(self, space: RowSpace) -> TablePlan | None:
         """Returns the earlier plan of a family, if any."""
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
@@ -149,7 +149,7 @@ def decide_family(
         return dense("sparse='off'")
     shown = f"{ids.count} ids a step against {space.extent} rows"
     if method == "allreduce":
-        who = "the strategy" if choices.told(space) is None else "the plan"
+        who = "the strategy" if choices.earlier_plan(space) is None else "the plan"
         several = choices.devices > 1 and not choices.hosts
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
@@ -354,7 +354,7 @@ def _sharded(
     bounds = device_bounds(space, ids, "ps", choices.devices)
     if cyclic:
         bounds = replace(bounds, layout=replace(bounds_layout(bounds), cyclic=True))
-    earlier = choices.told(space)
+    earlier = choices.earlier_plan(space)
     earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
     if stored is not None:
         bounds = replace(bounds, layout=stored)
@@ -425,7 +425,7 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:
     """Has owners add up the family's rows by bags, if that sends fewer bytes; also returns a reason."""
-    earlier, bags = choices.told(space), _owned_bags(program, space, ids, choices)
+    earlier, bags = choices.earlier_plan(space), _owned_bags(program, space, ids, choices)
     if not bags:
         return sizes, ""
     n = choices.devices
@@ -444,7 +444,7 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
 def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[Bags]:
     """Returns the bags that owners may add up; none if rows are needed one by one, or a bag has several devices'
     examples."""
-    earlier, options = choices.told(space), choices.options
+    earlier, options = choices.earlier_plan(space), choices.options
     by_one = not choices.hosts or options.rank_devices == 1  # a rank's bags are those of one device
     is_whole = by_one and options.microbatches == 1 and options.tensor == 1
     if space.is_pulled or space.depends_on or not is_whole or (earlier is not None and not earlier.pooled):
@@ -464,7 +464,7 @@ def _with_device_bags(
 
     `bounds`: without limits, and as planned. A fallback has rows travel.
     """
-    (safe, tight), earlier = bounds, choices.told(space)
+    (safe, tight), earlier = bounds, choices.earlier_plan(space)
     if not bags or choices.hosts:
         return safe, tight, sizes, ""
     n, most, uses = choices.devices, ids.count_on(choices.devices), most_uses(bags)

@@ -68,16 +68,16 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
 
 def _earlier_owner(program: Program, space: RowSpace, choices: Choices) -> int | None:
     """Returns the rank that has a family's rows already, or by an earlier plan."""
-    told = choices.told(space)
-    if told is not None:
-        return told.owner
+    earlier = choices.earlier_plan(space)
+    if earlier is not None:
+        return earlier.owner
     layouts = (program.inputs[k].layout for k in space.leaves)
     return next((layout[0].owner for layout in layouts if layout is not None), None)
 
 
 def _may_move(program: Program, space: RowSpace, choices: Choices) -> bool:
     """Returns whether rows are in no layout yet."""
-    return choices.told(space) is None and all(program.inputs[k].layout is None for k in space.leaves)
+    return choices.earlier_plan(space) is None and all(program.inputs[k].layout is None for k in space.leaves)
 
 
 def _saved(program: Program, k: int, decided: Sequence[Decision], choices: Choices) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.rules import LAZY
-from autopar.analysis.scale_only import find_fading, find_scale_only
+from autopar.analysis.scale_only import RowUpdate, find_fading, find_scale_only
 from autopar.cost.model import replay_pays
 from autopar.ir.deferred import Replay, flushes
 from autopar.ir.layout import RowLayout
@@ -138,7 +138,8 @@ def read_untouched_update(
     types = tuple(v.type for v in values)
     leaves = [scope.block.inputs[k].type for k in (*changed, *read)]
     family_bytes = sum(t.nbytes for t in leaves)
-    scale_only = find_scale_only(body, len(changed), len(read))
+    update = RowUpdate(body, len(changed), len(read))
+    scale_only = find_scale_only(update)
     replay = Replay(
         leaves=(*changed, *read),
         extent=space.extent,
@@ -146,7 +147,7 @@ def read_untouched_update(
         axes=tuple(axes[k] for k in (*changed, *read)),
         values=types,
         scale_only=scale_only,
-        fading=None if scale_only is None else find_fading(body, len(changed), len(read), scale_only),
+        fading=None if scale_only is None else find_fading(update, scale_only),
         part=max(1, scope.lifting.families[family].table.log_steps // 2),
     )
     # Records are kept for all steps of an update log: they must be small beside the family's leaves.

@@ -60,7 +60,7 @@ class _Cutter:
         news = dict(self._news())
         results = dict(self._apart(news))
         self._tie()
-        self._programs = [part for p in self._programs for part in self._told_early(p, news)]
+        self._programs = [part for p in self._programs for part in self._sums_first(p, news)]
         calls = self._calls(news)
         needed = needed_equations(self._program.block.equations, self._clocks.values())
         inputs = self._program.block.inputs
@@ -187,21 +187,21 @@ class _Cutter:
         block = Block((leaf,), (equation,), equation.outputs)
         self._programs.insert(0, StageProgram("F", stage, 0, block))
 
-    def _told_early(self, program: StageProgram, news: Mapping[Var, Var]) -> Iterator[StageProgram]:
+    def _sums_first(self, program: StageProgram, news: Mapping[Var, Var]) -> Iterator[StageProgram]:
         """Splits an update's sums for other stages, such as its part of a global norm, from its leaves, which wait
         for theirs."""
         read = {v for p in self._programs if p.phase == "update" and p.stage != program.stage for v in p.block.inputs}
-        told = [v for v in program.outputs if v in read]
-        if program.phase != "update" or not told or len(told) == len(program.outputs):
+        sums = [v for v in program.outputs if v in read]
+        if program.phase != "update" or not sums or len(sums) == len(program.outputs):
             yield program
             return
         block = program.block
-        first = self._with_block(program, Block(block.inputs, block.equations, tuple(told)))
+        first = self._with_block(program, Block(block.inputs, block.equations, tuple(sums)))
         if not {*self._homes, *news.values()}.isdisjoint(first.block.inputs):
             yield program
             return
         yield first
-        rest = tuple(v for v in program.outputs if v not in told)
+        rest = tuple(v for v in program.outputs if v not in sums)
         yield self._with_block(program, Block(block.inputs, block.equations, rest))
 
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:

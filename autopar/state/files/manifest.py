@@ -135,7 +135,7 @@ class LeafRecord:
     files: tuple[FileRecord, ...] = ()  #: Files of rows, shard by shard; in object stores also those of dense leaves.
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         what = f"{self.type} {self.value}" if self.kind == "value" else f"{self.dtype}{list(self.shape)} ({self.type})"
         return f"{self.path}: {what}"
 

@@ -72,7 +72,7 @@ def check_runs_without_a_flush() -> None:
         step, make = language_model(options.pop("tx", optax.sgd(0.1, momentum=0.9)), **options)
         planned = autopar.parallelize(step, pipeline=autopar.Pipeline(COUNT, schedule, slack=slack))
         batches = [batch(k) for k in range(2 * COUNT + 1)]
-        state, _, results = [*autopar.paired(planned, make(), batches)][-1]
+        state, _, results = [*autopar.train_batches(planned, make(), batches)][-1]
         compiled = planned.latest.compiled
         minibatches = [jax.tree.leaves((make(), given)) for given in batches]
         expected = replay_minibatches(compiled.program.staged, compiled.analysed.new_states, minibatches)[-1]

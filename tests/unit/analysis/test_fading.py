@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.analysis.scale_only import factors, fading_numbers
+from autopar.analysis.scale_only import RowUpdate, factors, fading_numbers
 from autopar.backends import segments
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
@@ -135,7 +135,7 @@ def test_stopping_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, name: st
 def test_rows_stop(monkeypatch: pytest.MonkeyPatch, name: str, fades: bool) -> None:
     """Replay that goes wrong after 60 steps goes unnoticed if rows have faded by then."""
     steps: list[int] = []
-    update = Deferred._replayed
+    update = Deferred._replay_group
 
     def counted(self: Deferred, *operands: Any) -> Any:
         def told(*rows_and_values: Any) -> Any:
@@ -145,7 +145,7 @@ def test_rows_stop(monkeypatch: pytest.MonkeyPatch, name: str, fades: bool) -> N
         self_phi = self.update
         return update(Deferred(self.replay, self.body, told), *operands)
 
-    monkeypatch.setattr(Deferred, "_replayed", counted)
+    monkeypatch.setattr(Deferred, "_replay_group", counted)
     case = CASES[name]()
     planned = deferring(case.step, LONG)
     state, _ = planned(jax.tree.map(jnp.copy, case.state), case.batches(0))
@@ -203,6 +203,7 @@ def test_nothing_reaches_farther_than_the_bound(name: str) -> None:
     """The untouched update on random rows and random numbers of a step, beside what analysis says of them."""
     deferred = _deferred(OPTIMIZERS[name]())
     p, body = deferred.replay, deferred.body
+    row_update = RowUpdate(body, p.changed, p.read)
     assert p.scale_only is not None and p.fading is not None and p.fading.pairs
     rng = np.random.default_rng(0)
     update = jax.jit(deferred.update)
@@ -212,8 +213,8 @@ def test_nothing_reaches_farther_than_the_bound(name: str) -> None:
         for k, var in enumerate(body.inputs[: p.changed]):
             leaf = rng.normal(size=var.shape) * 10.0 ** rng.integers(-9, 3, var.shape)
             leaves.append(np.abs(leaf) if k in p.scale_only.not_negative else leaf)
-        *rates, holds = factors(body, p.changed, p.read, p.scale_only, values, np)
-        numbers = fading_numbers(body, p.changed, p.read, p.scale_only, p.fading, values, np)
+        *rates, holds = factors(row_update, p.scale_only, values, np)
+        numbers = fading_numbers(row_update, p.scale_only, p.fading, values, np)
         if not holds:
             continue
         new = [np.asarray(x) for x in update(*leaves, *values)]

@@ -20,7 +20,7 @@ from autopar.backends.served import ServedPrograms, copied
 from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
 from autopar.ir.served import ServedStep, ServerPart
-from autopar.planning.replay_clients import Choice, Job, Recorded
+from autopar.planning.replay_clients import ChooseMessage, LocalJob, RecordedOrder
 from autopar.servers.messages import Leave, Message, Pull, Pulled, Push, Reply
 from autopar.servers.server import Server
 from autopar.servers.timeline import Timeline
@@ -39,11 +39,11 @@ def _leaves(worker: int, number: int) -> list[Any]:
     return jax.tree.leaves((initial(0), *batch(100 * worker + number)))
 
 
-def _job(staleness: int | None) -> Job:
-    return Job(_programs(), _leaves(0, 0), WORKERS, staleness)
+def _job(staleness: int | None) -> LocalJob:
+    return LocalJob(_programs(), _leaves(0, 0), WORKERS, staleness)
 
 
-def _random(seed: int) -> Choice:
+def _random(seed: int) -> ChooseMessage:
     random = np.random.default_rng(seed)
     weights = random.exponential(size=WORKERS) + 0.01  # some workers are slower than others
 
@@ -54,11 +54,11 @@ def _random(seed: int) -> Choice:
     return choose
 
 
-def _timeline(job: Job, staleness: int | None) -> Timeline:
+def _timeline(job: LocalJob, staleness: int | None) -> Timeline:
     return Timeline(WORKERS, staleness, [kept.events for kept in job.kept()])
 
 
-def _state(job: Job) -> dict[int, np.ndarray]:
+def _state(job: LocalJob) -> dict[int, np.ndarray]:
     return {k: x for kept in job.kept() for k, x in {**kept.leaves, **kept.clocks}.items()}
 
 
@@ -68,7 +68,7 @@ def test_what_was_done_at_random_follows_from_its_timeline(staleness: int | None
     done = job.run([5, 3, 4], _leaves, _random(staleness or 7))
     timeline = _timeline(job, staleness)
     again = _job(None)
-    same = again.run(timeline.steps, _leaves, Recorded(timeline))
+    same = again.run(timeline.steps, _leaves, RecordedOrder(timeline))
     assert jax.tree.all(jax.tree.map(np.array_equal, (done, _state(job)), (same, _state(again))))
 
 
@@ -103,7 +103,7 @@ def test_no_order_of_messages_is_a_deadlock(staleness: int | None) -> None:
     for seed in range(250):
         random = np.random.default_rng(seed)
         steps = random.integers(1, 7, WORKERS).tolist()
-        job = Job(programs, [jnp.zeros(())], WORKERS, staleness)
+        job = LocalJob(programs, [jnp.zeros(())], WORKERS, staleness)
         job.run(steps, lambda *_: [], _random(seed))
         timeline = _timeline(job, staleness)  # it checks the bound
         assert timeline.steps.tolist() == steps
@@ -152,7 +152,7 @@ def test_float64_by_the_steps_own_parts(staleness: int | None) -> None:
             return jax.tree.leaves((start, *batch(100 * worker + number, np.float64)))
 
         known = compiled(step, SERVERS, start, *batch(0, np.float64))
-        job = Job(ServedPrograms(known.program, known.analysed), leaves(0, 0), WORKERS, staleness)
+        job = LocalJob(ServedPrograms(known.program, known.analysed), leaves(0, 0), WORKERS, staleness)
         results = job.run([5, 3, 4], leaves, _random(3))
         timeline = _timeline(job, staleness)
         served = known.program.served
@@ -239,7 +239,7 @@ def test_a_push_that_is_applied_twice_is_found() -> None:
         server.take(next(push for n, push in pushes if n == 0 and isinstance(push, Push)))
 
 
-def _noting(seen: list[Any]) -> Choice:
+def _noting(seen: list[Any]) -> ChooseMessage:
     def choose(messages: Sequence[tuple[int, Message]]) -> int:
         seen.append(messages[0])
         return 0
@@ -265,5 +265,5 @@ def test_a_pull_that_sees_half_an_update_is_found() -> None:
     job.run([3, 3, 3], _leaves, _random(5))
     timeline = _timeline(job, None)
     again = _job(None)
-    again.run(timeline.steps, _leaves, Recorded(timeline))
+    again.run(timeline.steps, _leaves, RecordedOrder(timeline))
     assert not jax.tree.all(jax.tree.map(np.array_equal, _state(job), _state(again)))

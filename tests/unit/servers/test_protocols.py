@@ -11,7 +11,7 @@ import pytest
 from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_served
 from autopar.errors import TimelineError
 from autopar.ir.topology import Ring
-from autopar.planning.replay_clients import Client, Recorded, run_clients
+from autopar.planning.replay_clients import Messages, RecordedOrder, run_clients
 from autopar.protocols import Receive, Send, Want
 from autopar.servers.center import Center, Neighbor
 from autopar.servers.exchanges import message
@@ -39,7 +39,7 @@ def servers(way: str) -> Sequence[Center]:
     return [Center({0: jnp.asarray(ZERO)}, 0.5, CLIENTS) for _ in range(2)]
 
 
-def client(step: Callable[[int, int], Iterator[Want]], number: int, steps: int) -> Client:
+def client(step: Callable[[int, int], Iterator[Want]], number: int, steps: int) -> Messages:
     """Sends nothing but zeros."""
     for k in range(steps):
         for want in step(number, k):
@@ -54,7 +54,7 @@ def client(step: Callable[[int, int], Iterator[Want]], number: int, steps: int) 
 def test_what_a_clock_makes_is_repeated(way: str) -> None:
     load = ClientLoad(CLIENTS, 5e-3, 12, {2: 1.7}, variation=0.4)
     run, there = simulate_served(load, served(way)), servers(way)
-    recorded = Recorded(Timeline(CLIENTS, None, run.events, ring=way == "ring"))
+    recorded = RecordedOrder(Timeline(CLIENTS, None, run.events, ring=way == "ring"))
     clients = [client(served(way).step, c, each.minibatches) for c, each in enumerate(run.clients)]
     run_clients(clients, there, recorded)
     recorded.check_done()
@@ -69,7 +69,7 @@ def test_a_timeline_with_more_or_less_than_clients_do_is_told(way: str) -> None:
     done = Timeline(CLIENTS, None, run.events, ring=way == "ring")
     for more, message_ in ((INTERVAL, "clients .* have more minibatches"), (-INTERVAL, "can have come next")):
         clients = [client(served(way).step, c, each.minibatches + more) for c, each in enumerate(run.clients)]
-        recorded = Recorded(done)
+        recorded = RecordedOrder(done)
         with pytest.raises(TimelineError, match=message_):
             run_clients(clients, servers(way), recorded)
             recorded.check_done()

@@ -17,7 +17,7 @@ from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.ir import balance
 from autopar.planning.notes import server_notes
-from autopar.planning.replay_clients import Choice, Job
+from autopar.planning.replay_clients import ChooseMessage, LocalJob
 from autopar.servers.messages import Message
 from tests.support.served import compiled
 
@@ -123,13 +123,15 @@ def known(case: Case, servers: int) -> Compiled:
 
 def trained(case: Case, of: Compiled, servers: int) -> Any:
     """The state and all losses, of messages that come to all servers in one order, drawn at random."""
-    job = Job(ServedPrograms(of.program, of.analysed), jax.tree.leaves((case.start(), ids_of(0, 0))), WORKERS, None)
+    job = LocalJob(
+        ServedPrograms(of.program, of.analysed), jax.tree.leaves((case.start(), ids_of(0, 0))), WORKERS, None
+    )
     assert len(job.servers) == servers
     losses = job.run([4] * WORKERS, lambda w, k: jax.tree.leaves((case.start(), ids_of(w, k))), in_turns(servers))
     return job.state(), losses
 
 
-def in_turns(servers: int) -> Choice:
+def in_turns(servers: int) -> ChooseMessage:
     """Has a worker's next message come to each server before any other message does."""
     random, turn = np.random.default_rng(1), list[tuple[int, int]]()
 

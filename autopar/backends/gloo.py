@@ -1,10 +1,9 @@
-"""Sends small arrays between CPUs of several processes directly.
+"""AllGathers and AllReduces of small arrays by gloo's all_to_all, between CPUs of several processes.
 
-Their collectives go by gloo, whose AllGathers and AllReduces are rings: N - 1 and 2 (N - 1) messages after each other,
-each of which wakes two threads; and an AllReduce of several arrays, as XLA combines them, is a ring for each. Only its
-all_to_all sends to all at once. So what is gathered is sent to all, and of a sum each device adds up a part, in the
-devices' order, and sends it to all: one and two messages after each other, with the bytes of the rings. Sums of few
-bytes (a loss) are sent whole, and added up by all.
+gloo's own are rings: N - 1 and 2 (N - 1) messages one after the other, each of which wakes two threads; an AllReduce of
+several arrays, as XLA combines them, is a ring for each. Only gloo's all_to_all sends to all at once. So an AllGather
+here sends to all (one message), and in an AllReduce each device adds up its share, in the devices' order, and sends
+that to all (two messages), with the bytes of the rings. Every device gets all of a small sum (a loss), and adds it up.
 """
 
 from __future__ import annotations
@@ -23,40 +22,39 @@ from jax.sharding import Mesh
 from autopar.jax_types import Array
 
 Axis = str | tuple[str, ...]
-#: Most bytes of a sum that each device sends whole: a second message costs more.
+#: Most bytes of an operand that each device sends whole to all: a second message costs more.
 _WHOLE = 1 << 10
 
-#: What a name of a compiled all-to-all says it stands for: a collective, the arrays in it, whether a sum goes whole.
+#: The name of a compiled all_to_all: the collective that it stands for, its arrays, whether operands are sent whole.
 NAMED = re.compile(r"autopar\.sends/(?P<op>all-reduce|all-gather)/(?P<arrays>[^/\"]*)(?P<whole>/whole)?/")
 
 
-def by_gloo(mesh: Mesh) -> bool:
-    """Returns whether the devices of a mesh meet by gloo: CPUs of several processes."""
+def uses_gloo(mesh: Mesh) -> bool:
+    """Returns whether collectives of a mesh use gloo: its devices are CPUs of several processes."""
     devices = mesh.devices.flat
     return devices[0].platform == "cpu" and len({device.process_index for device in devices}) > 1
 
 
-def sent_to_all(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
+def direct_all_gather(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
     """Returns the values of all devices, [N, ...]. `parts`: the arrays in `value`, if there are several."""
     with _named("all-gather", parts or (value,), jax.lax.axis_size(axis)):
-        return _to_all(value, axis)
+        return _send_to_all(value, axis)
 
 
-def added_up(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
-    """Returns the sum of all devices' values, flat ones, with the same bits on all of them. `parts`: as for
-    `sent_to_all`."""
+def direct_all_reduce(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
+    """Returns the sum of all devices' values (flat), equal to the bit on all. `parts`: as for `direct_all_gather`."""
     count = jax.lax.axis_size(axis)
     if value.nbytes <= _WHOLE:
         with _named("all-reduce", parts or (value,), end="/whole"):
-            return functools.reduce(jnp.add, _to_all(value, axis))
+            return functools.reduce(jnp.add, _send_to_all(value, axis))
     with _named("all-reduce", parts or (value,)):
         shares = jnp.pad(value, (0, -value.size % count)).reshape(count, -1)
         own = functools.reduce(jnp.add, jax.lax.all_to_all(shares, axis, 0, 0))  # -0.0 stays, unlike by jnp.sum
     with _named("all-reduce", ()):
-        return _to_all(own, axis).reshape(-1)[: value.size]
+        return _send_to_all(own, axis).reshape(-1)[: value.size]
 
 
-def _to_all(value: Array, axis: Axis) -> Array:
+def _send_to_all(value: Array, axis: Axis) -> Array:
     return jax.lax.all_to_all(jnp.broadcast_to(value, (jax.lax.axis_size(axis), *value.shape)), axis, 0, 0)
 
 
