@@ -45,7 +45,7 @@ def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return outside
 
 
-def _on_mesh(leaf: Leaf, mesh: Any) -> Leaf:
+def _on_mesh(leaf: Leaf, mesh: jax.sharding.Mesh) -> Leaf:
     """Returns an array on a mesh over the same devices, without a copy, if that mesh can express its sharding."""
     old = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(old, NamedSharding):
@@ -75,5 +75,5 @@ def on_auto_mesh(leaf: Leaf) -> Leaf:
 
 
 @functools.cache
-def _auto_mesh(mesh: Any) -> Any:
+def _auto_mesh(mesh: jax.sharding.Mesh) -> Any:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

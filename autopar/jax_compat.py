@@ -37,7 +37,7 @@ from jax.extend import core as jex_core
 from jax.profiler import StepTraceAnnotation
 from jax.sharding import AbstractMesh, AxisType
 
-from autopar.jax_types import AnyJaxpr, Dtype, Leaf, Params, Pytree
+from autopar.jax_types import Dtype, Jaxpr, Leaf, Params, Pytree
 
 JaxLiteral = jex_core.Literal
 transpose_p = _lax.transpose_p
@@ -67,12 +67,12 @@ CALLS: Mapping[str, str] = {
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
 
-def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[AnyJaxpr, Sequence[AnyJaxpr]]:
+def open_jaxpr(jaxpr: Jaxpr) -> tuple[Jaxpr, Sequence[Jaxpr]]:
     """Returns the jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def lowered(jaxpr: AnyJaxpr) -> AnyJaxpr:
+def lowered(jaxpr: Jaxpr) -> Jaxpr:
     """Returns a closed jaxpr whose primitives are those that XLA is given.
 
     jax 0.12 traces some (`jnp.searchsorted`) as a `call_hi_primitive`, which stands for a program of such.
@@ -102,7 +102,7 @@ def in_backward_pass(info: Any) -> bool:
     return any(isinstance(part, kind) and getattr(part, "name", "") == "transpose" for part in parts)
 
 
-def call_body(eqn: Any) -> AnyJaxpr | None:
+def call_body(eqn: Any) -> Jaxpr | None:
     """Returns the body of a call that is to be inlined, or None if `eqn` is no such call."""
     name = CALLS.get(eqn.primitive.name)
     if name is None:
@@ -157,7 +157,7 @@ def frames(source_info: object) -> list[tuple[str, int, str]]:
     return [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
 
 
-def body_file(jaxpr: AnyJaxpr) -> str:
+def body_file(jaxpr: Jaxpr) -> str:
     """Returns the file that defines the function a jaxpr was traced from ('' where JAX doesn't say)."""
     info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
     return str(getattr(info, "func_src_info", "") or "")

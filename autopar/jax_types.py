@@ -18,11 +18,15 @@ Json: TypeAlias = Any
 #: A dtype of NumPy's, or JAX's own of random keys.
 Dtype: TypeAlias = Any
 #: The type of a value of the IR, `ir.program.Type`: whoever works on arrays doesn't ask which it is.
-AnyType: TypeAlias = Any
+ValueType: TypeAlias = Any
 #: A jaxpr or a closed one, which are one class since jax 0.11.
-AnyJaxpr: TypeAlias = Any
+Jaxpr: TypeAlias = Any
 #: The structure of a tree: `jax.tree_util.PyTreeDef`, which type checkers take for a variable.
 PyTreeDef: TypeAlias = Any
+#: A device: `jax.Device`, which type checkers take for a variable.
+Device: TypeAlias = Any
+#: A sharding of any class.
+Sharding: TypeAlias = Any
 #: An index of arrays: an integer, a slice, an array, or a tuple of such.
 Index: TypeAlias = Any
 #: A communicator or request of mpi4py, which need not be installed.

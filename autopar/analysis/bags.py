@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from autopar.analysis.values import Numbering, atom_key
 from autopar.ir.program import Atom, Block, Equation
 from autopar.ir.slicing import needed_equations
 from autopar.ir.writer import ZeroWriter
-from autopar.jax_types import Array
+from autopar.jax_types import Array, Index
 
 #: Dtypes that are added up at owners; XLA adds smaller floats in others.
 _ADDED = (np.dtype(np.float32), np.dtype(np.float64))
@@ -55,7 +54,7 @@ class Bags:
 
     index: Atom  #: The lookup's or push's index vectors, [*ids, 1].
     #: The slices and reshapes that make the ids of the bags of those of the lookup, with their sizes.
-    moves: tuple[tuple[Any, ...], ...]
+    moves: tuple[tuple[Index, ...], ...]
     ids: tuple[int, ...]  #: The axes that the ids of the bags have; a value of them has these, and then a row's.
     #: What happens to each row, in this order.
     selects: tuple[Factor, ...]
@@ -264,14 +263,13 @@ class BagFinder:
         return None if factor is None else _with(bags, factor, out)
 
     def _reshaped(self, equation: Equation, bags: Bags, value: Atom) -> Bags | None:
-        """Returns bags of `value`, the operand or result of a reshape of the others, if that keeps rows."""
         row, ids = bags.value.shape[len(bags.ids) :], len(value.shape) - len(bags.value.shape) + len(bags.ids)
         plain = equation.params.get("dimensions") is None and not (bags.selects or bags.weights)
         if not plain or ids < 0 or value.shape[ids:] != row:
             return None
         return self._moved(bags, ("reshape", value.shape[:ids]), value, ids)
 
-    def _moved(self, bags: Bags, move: tuple[Any, ...], value: Atom, rank: int) -> Bags:
+    def _moved(self, bags: Bags, move: tuple[Index, ...], value: Atom, rank: int) -> Bags:
         return replace(bags, moves=(*bags.moves, move), ids=tuple(value.shape[:rank]), value=value)
 
     def _factor(self, equation: Equation, k: int, bags: Bags) -> Factor | None:

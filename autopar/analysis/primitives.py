@@ -10,11 +10,11 @@ import enum
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
 from autopar.ir.program import Atom, Equation
+from autopar.jax_types import Array
 
 
 class Linear(enum.Enum):
@@ -46,7 +46,7 @@ class Primitive:
     compares: bool = False  #: A NaN gives the same answer whatever it is compared with.
     sizes: str = ""  #: The parameter with the sizes of the result's axes; "" if none has.
     along: str = ""  #: The parameter with the operand's axes along which it works, or that it drops; "" if none has.
-    fold: Callable[..., Any] | None = None  #: NumPy's function, to fold constants.
+    fold: Callable[..., Array] | None = None  #: NumPy's function, to fold constants.
 
 
 _ELEMENTWISE = Primitive(elementwise=True)
@@ -60,7 +60,7 @@ _JOINED = Primitive(moves=True, linear=Linear.TOGETHER)
 _REDUCES = Primitive(keeps_nan=True)
 _MATRICES = Primitive(core=2)
 
-_FOLDED: Mapping[str, tuple[Primitive, Callable[..., Any]]] = {
+_FOLDED: Mapping[str, tuple[Primitive, Callable[..., Array]]] = {
     "add": (replace(_SMOOTH, linear=Linear.TOGETHER), np.add),
     "add_any": (replace(_SMOOTH, linear=Linear.TOGETHER), np.add),
     "sub": (replace(_SMOOTH, linear=Linear.TOGETHER), np.subtract),

@@ -23,7 +23,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Access, Index, KnownIds, RowIds, RowSpace
 from autopar.ir.slicing import hoist
 from autopar.ir.writer import expand
-from autopar.jax_types import Leaf, Params
+from autopar.jax_types import Array, Leaf, Params
 
 
 def index_atoms(access: Access) -> tuple[Atom, ...]:
@@ -254,7 +254,7 @@ class _Candidates:
     scalars: list[Atom] = field(default_factory=list)  #: Further arguments of the function.
     _picked: Equation | None = None
 
-    def of(self, atom: Atom) -> Callable[..., Any] | None:
+    def of(self, atom: Atom) -> Callable[..., Array] | None:
         """Returns the function of (source, *scalars) that gives all possible ids, flat."""
         equation = self.producers.get(atom)
         while equation is not None and equation.op in _SPREADS and equation.inputs[0].shape != ():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +18,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
-from autopar.ir.program import Equation, Literal
+from autopar.ir.program import Atom, Equation, Literal
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Refusal, RefusalKind, Row, Same, UntouchedValue, Value
 from autopar.jax_types import Dtype, Leaf, Params
@@ -102,7 +102,7 @@ class Analysis(Protocol):
 
 
 Rule = Callable[[Equation, Sequence[Value], Analysis], Sequence[Value]]
-Resize = Callable[[Equation, int, int], Mapping[str, Any]]
+Resize = Callable[[Equation, int, int], Params]
 
 RULES: dict[str, Rule] = {}
 RESIZE: dict[str, Resize] = {}
@@ -269,7 +269,7 @@ _SPECIAL: Mapping[str, Callable[[Equation, Sequence[UntouchedValue]], UntouchedV
 }
 
 
-def untouched_of(atom: Any, value: Value, axis: int) -> UntouchedValue:
+def untouched_of(atom: Atom, value: Value, axis: int) -> UntouchedValue:
     """Returns an operand's untouched value, for rows along `axis`."""
     if isinstance(value, Row):
         return value.untouched

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +61,7 @@ def block_key(block: Block) -> Hashable:
     hashed."""
     numbers: dict[Var, int] = {}
 
-    def key(atom: Atom) -> Any:
+    def key(atom: Atom) -> Hashable:
         if isinstance(atom, Var):
             return numbers.setdefault(atom, len(numbers))
         return atom_key(atom)

@@ -12,7 +12,6 @@ import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,7 @@ from autopar.backends.across import jit_on, place_array
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.topology import Everyone, Topology
-from autopar.jax_types import Array, Json, Leaf
+from autopar.jax_types import Array, Dtype, Json, Leaf
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
 from autopar.mpi.world import SERVERS_VARIABLE, job
 
@@ -275,7 +274,7 @@ def _program(
         return join([flat, *(jax.lax.ppermute(flat, _AXIS, pairs) for pairs in sent[1:])])
 
     def run(*arrays: Array) -> Sequence[Array]:
-        by_dtype: dict[Any, list[int]] = {}
+        by_dtype: dict[Dtype, list[int]] = {}
         for k, x in enumerate(arrays):
             by_dtype.setdefault(x.dtype, []).append(k)
         joined: list[Array] = [None] * len(arrays)

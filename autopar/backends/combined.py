@@ -42,7 +42,7 @@ def combined(fun: Fun, *, direct: bool = False) -> Fun:
         jaxpr, consts = jax_compat.open_jaxpr(traced.jaxpr)
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *map(jnp.asarray, flat)), strict=True))
 
-        def read(atom: Any) -> Array:
+        def read(atom: object) -> Array:
             return jax_compat.literal_value(atom) if isinstance(atom, jax_compat.JaxLiteral) else env[atom]
 
         for kind, together in schedule(jaxpr.eqns, direct=direct):
@@ -120,7 +120,6 @@ def _read(equation: Eqn) -> Iterator[Any]:
 
 
 def _meets(equation: Eqn) -> bool:
-    """Returns whether devices meet in an equation, or in a body of it."""
     if equation.primitive.name in _MEET:
         return True
     values = (x for v in equation.params.values() for x in (v if isinstance(v, (tuple, list)) else (v,)))

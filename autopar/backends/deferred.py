@@ -20,7 +20,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -210,7 +209,7 @@ class Deferred:
         new, p = self.catch_up(rows, stamps, entries), self.replay
         return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
-    def lags(self, stamps: Any, segment: Any) -> Leaf:
+    def lags(self, stamps: Leaf, segment: Leaf) -> Leaf:
         """Returns bool[rows]: rows that are to be brought up to the end of the older part."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))

@@ -6,7 +6,6 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from autopar import jax_compat
 from autopar.backends.indices import lengthened
 from autopar.ir.reductions import REDUCERS
-from autopar.jax_types import Array, Leaf, Pytree
+from autopar.jax_types import Array, Device, Leaf, Pytree, Sharding
 from autopar.launch.group import StoreGroup
 
 
@@ -203,7 +202,7 @@ def reduce_over(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
 class StageDevice:
     """A device of a pipeline, or the T devices of a tensor axis that act as one, all of one process."""
 
-    devices: tuple[Any, ...]
+    devices: tuple[Device, ...]
 
     @property
     def process_index(self) -> int:
@@ -219,7 +218,7 @@ class StageDevice:
         """The devices over which products are divided; None for one device."""
         return None if len(self.devices) == 1 else _mesh([self])
 
-    def sharding(self, axis: int | None = None) -> Any:
+    def sharding(self, axis: int | None = None) -> Sharding:
         """Returns the sharding of an array that is here, divided along an axis or whole on each device."""
         return sharding_over([self], axis)
 
@@ -231,7 +230,7 @@ class StageDevice:
         return jax.device_put(value, sharding)
 
 
-def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None = None) -> Any:
+def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None = None) -> Sharding:
     """Returns the sharding of an array that each of several stage devices has: whole, or divided along an axis."""
     if len(stage_devices) == len(stage_devices[0].devices) == 1:
         return jax.sharding.SingleDeviceSharding(stage_devices[0].devices[0])
@@ -249,7 +248,7 @@ def _mesh(stage_devices: Sequence[StageDevice]) -> Devices:
     return Devices(jax.sharding.Mesh(devices, ("replica", "tensor")), "replica", tensor_axis="tensor")
 
 
-def _is_there(value: Array, sharding: Any) -> bool:
+def _is_there(value: Array, sharding: Sharding) -> bool:
     """Returns whether each device of a sharding has its part of an array; others may have some, too."""
     if value.is_fully_replicated and sharding.is_fully_replicated:
         return sharding.device_set <= value.sharding.device_set
@@ -257,7 +256,7 @@ def _is_there(value: Array, sharding: Any) -> bool:
     return all(have.get(device) == part for device, part in wanted.items())
 
 
-def _of_shards(values: Sequence[Array], sharding: Any) -> Array:
+def _of_shards(values: Sequence[Array], sharding: Sharding) -> Array:
     own = {shard.device: shard.data for value in values for shard in value.addressable_shards}
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set

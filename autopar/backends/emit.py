@@ -29,7 +29,7 @@ from autopar.backends.single import ReplicatedRows, SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
 from autopar.ir.trace import block_of
-from autopar.jax_types import AnyType, Array, Leaf, Params, Pytree
+from autopar.jax_types import Array, Leaf, Params, Pytree, ValueType
 
 #: Operations over the devices of the tensor axis.
 _TENSOR = f"{PREFIX}tensor_"
@@ -71,7 +71,6 @@ class _Emitter:
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
-        """Returns the backend of the family whose route the equation makes or takes."""
         atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
         family = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
         return self._whole if family is None else self._backends.get(family, self._whole)
@@ -345,7 +344,7 @@ _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence
 }
 
 
-def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
+def _named(equation: Equation) -> contextlib.AbstractContextManager[object]:
     if not equation.op.startswith(PREFIX):
         return contextlib.nullcontext()
     return jax.named_scope(f"autopar.{plain_name(equation.op)}")
@@ -372,7 +371,7 @@ def _check(equation: Equation, var: Var, value: Array) -> None:
         assert same, f"{equation.op} ({equation.where}) gave {dtype}{list(shape)}, planned was {var.type}"
 
 
-def _typed(value: Array, type_: AnyType) -> Array:
+def _typed(value: Array, type_: ValueType) -> Array:
     return jnp.asarray(value, type_.dtype) if not hasattr(value, "dtype") else value
 
 
@@ -419,7 +418,6 @@ def of_whole_arrays(
 
 
 def _dims(spec: Any, value: Leaf, sizes: Mapping[str, int]) -> _Dims:
-    """Returns the mesh's axes along each dimension, of those that are the program's own."""
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     entries += [()] * (len(value.shape) - len(entries))
     return [tuple(name for name in entry if name in sizes) for entry in entries]

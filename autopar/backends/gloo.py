@@ -12,7 +12,6 @@ import contextlib
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +57,7 @@ def _send_to_all(value: Array, axis: Axis) -> Array:
     return jax.lax.all_to_all(jnp.broadcast_to(value, (jax.lax.axis_size(axis), *value.shape)), axis, 0, 0)
 
 
-def _named(op: str, parts: Sequence[Array], times: int = 1, end: str = "") -> contextlib.AbstractContextManager[Any]:
+def _named(op: str, parts: Sequence[Array], times: int = 1, end: str = "") -> contextlib.AbstractContextManager[object]:
     """Names a message for `autopar.check`, as XLA would write the result of its collective on one device."""
     arrays = (("pred" if x.dtype == np.bool_ else "u8", times * x.size * x.dtype.itemsize) for x in parts)
     return jax.named_scope(f"autopar.sends/{op}/{''.join(f'{dtype}[{size}]' for dtype, size in arrays)}{end}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -230,7 +229,7 @@ def _only_rows(p: Params, value: Array, numbers: Array) -> Array:
 
 
 #: Operation -> the function that runs it, from the equation's parameters and operands to its result.
-ROW_OPS: Mapping[str, Callable[..., Any]] = {
+ROW_OPS: Mapping[str, Callable[..., Array]] = {
     "ap.row_ids": flat_ids,
     "ap.row_range": lambda p: jnp.arange(p["start"], p["stop"], p["stride"], dtype=jnp.int32),
     "ap.plus": lambda p, a, b: a + b,

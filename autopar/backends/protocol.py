@@ -10,16 +10,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar.backends.indices import along, numbered, set_rows
 from autopar.ir.reductions import REDUCERS, neutral
-from autopar.jax_types import Array, Leaf, Params
+from autopar.jax_types import Array, Leaf, Params, Pytree
 
-Route = Any
+Route = Pytree
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from autopar.backends.emit import emit
 from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker, ServedStep, ServerPart
-from autopar.jax_types import AnyType, Array, Leaf
+from autopar.jax_types import Array, Leaf, ValueType
 
 #: Maps (leaves, ids) to pulled values.
 PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
@@ -103,7 +103,6 @@ class ServedPrograms:
         return pushed, results, dict(zip(self.step.clocks, rest[count:], strict=True))
 
     def _placed(self, value: Array, axis: int | None) -> Array:
-        """Puts a value on all devices of the worker, divided along an axis if there is one."""
         sharding = self._sharding(axis)
         return value if sharding is None else place_array(value, sharding)
 
@@ -184,7 +183,7 @@ def _mapped(worker: LocalWorker, devices: Devices) -> Callable[..., Sequence[Arr
     return devices.mapped(lambda *inputs: tuple(map(jnp.asarray, run(*inputs))), worker.axes, returned)
 
 
-def _typed(run: Callable[..., Sequence[Array]], types: Sequence[AnyType]) -> Callable[..., list[Array]]:
+def _typed(run: Callable[..., Sequence[Array]], types: Sequence[ValueType]) -> Callable[..., list[Array]]:
     """Returns the function with the plain step's types, weak or strong."""
 
     def typed(*inputs: Array) -> list[Array]:
@@ -193,7 +192,7 @@ def _typed(run: Callable[..., Sequence[Array]], types: Sequence[AnyType]) -> Cal
     return typed
 
 
-def _like(value: Array, type_: AnyType) -> Array:
+def _like(value: Array, type_: ValueType) -> Array:
     if jax_compat.is_key(value.dtype):
         return value
     return jax_compat.weak(value) if getattr(type_, "weak_type", False) else jax_compat.strong(value)

@@ -242,7 +242,6 @@ class DeviceLogPrograms(LogPrograms):
 
     @functools.cached_property
     def _no_rows(self) -> list[jax.Array]:
-        """Numbers of no rows for each table, for a program that takes others' rows."""
         none = [np.full(size, NEVER, np.int32) for size in self.blocks]
         return [place_array(x, self.everywhere, own=True) for x in none]
 

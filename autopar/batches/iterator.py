@@ -145,7 +145,7 @@ class Options:
         return self.devices.processes.rank if self.per_process else 0
 
 
-class Batches(Iterator[Any]):
+class Batches(Iterator[Pytree]):
     """An iterator over global batches that knows its position. `shard` makes it."""
 
     def __init__(
@@ -243,7 +243,7 @@ class Batches(Iterator[Any]):
 
     def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
         self._position: Position = epoch, batch, kept
-        self._waiting: collections.deque[tuple[Position, Any]] = collections.deque()
+        self._waiting: collections.deque[tuple[Position, Pytree]] = collections.deque()
         self._coming = self._placed(*self._position)
         self._failed: Exception | None = None
 

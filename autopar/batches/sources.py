@@ -259,7 +259,6 @@ class Examples:
             yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the order of an epoch's examples; the latest one is kept."""
         if self._known is None or self._known[0] != epoch:
             random = np.random.default_rng((seed, epoch, self._member))
             self._known = epoch, random.permutation(self._reader.count)

@@ -190,7 +190,6 @@ def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
 
 
 def _with_fewer_bytes(sizes: Sizes, where: Where, method: str) -> Sizes:
-    """Returns the sizes without bags that owners add up, if rows are fewer bytes on so many devices."""
     by_rows = sizes.by_rows()
     bags, rows = (sent_bytes(each, where)[method] for each in (sizes, by_rows))
     return sizes if bags < rows else by_rows

@@ -134,7 +134,7 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Any option is "auto"."""
+        """At least one option is "auto"."""
         return AUTO in (self.stages, self.schedule, self.microbatches, self.remat)
 
     @property

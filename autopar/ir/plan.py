@@ -180,12 +180,12 @@ class Plan:
 
     @property
     def lifts(self) -> bool:
-        """Any table's step runs on its touched rows."""
+        """At least one table's step runs on its touched rows."""
         return any(table.lifted for table in self.tables)
 
     @property
     def on_hosts(self) -> bool:
-        """Any table is in host memory."""
+        """At least one table is in host memory."""
         return any(table.where == "hosts" for table in self.tables)
 
     @property

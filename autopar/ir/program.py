@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from autopar.ir.layout import RowLayout
-from autopar.jax_types import AnyType, Dtype, Leaf, Params
+from autopar.jax_types import Dtype, Leaf, Params, ValueType
 
 if TYPE_CHECKING:  # they are made of programs
     from autopar.ir.local import LocalFacts, OncePerRow
@@ -95,7 +95,7 @@ Type = ArrayType | RouteType | OpaqueType
 class _Typed:
     __slots__ = ()
 
-    type: AnyType
+    type: ValueType
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class _Typed:
 class Var(_Typed):
     """A value, defined once: by an equation or as a block's input. Compared by identity."""
 
-    type: AnyType
+    type: ValueType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ class Literal(_Typed):
     """A constant: a scalar written in the program, or an array that the step closes over."""
 
     value: Leaf
-    type: AnyType
+    type: ValueType
 
     @staticmethod
     def scalar(value: Leaf, dtype: Dtype) -> Literal:

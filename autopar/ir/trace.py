@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.collection import paused_collection
 from autopar.errors import is_library
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
-from autopar.jax_types import AnyJaxpr, Leaf
+from autopar.jax_types import Jaxpr, Leaf
 
 
 def type_of(aval: Leaf) -> Type:
@@ -28,7 +28,7 @@ def type_of(aval: Leaf) -> Type:
 
 
 @paused_collection()
-def block_of(jaxpr: AnyJaxpr) -> Block:
+def block_of(jaxpr: Jaxpr) -> Block:
     """Copies a (closed) jaxpr into a Block."""
     return _block(jax_compat.lowered(jaxpr), ())
 
@@ -62,7 +62,7 @@ def _shown(file: str) -> str:
     return cell[1] if cell else file
 
 
-def _block(jaxpr: AnyJaxpr, outer: tuple[JaxprEqn, ...]) -> Block:
+def _block(jaxpr: Jaxpr, outer: tuple[JaxprEqn, ...]) -> Block:
     jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
     inputs = tuple(Var(type_of(v.aval)) for v in jaxpr.invars)
     equations: list[Equation] = []
@@ -71,7 +71,7 @@ def _block(jaxpr: AnyJaxpr, outer: tuple[JaxprEqn, ...]) -> Block:
 
 
 def _run(
-    jaxpr: AnyJaxpr,
+    jaxpr: Jaxpr,
     consts: Sequence[Leaf],
     inputs: Sequence[Atom],
     equations: list[Equation],
@@ -113,7 +113,7 @@ def _equation(eqn: JaxprEqn, operands: Sequence[Atom], outer: tuple[JaxprEqn, ..
     ]
     if library:
         infos = infos[library[-1] + 1 :]
-    bodies: Sequence[AnyJaxpr] = ()
+    bodies: Sequence[Jaxpr] = ()
     original = params
     if name == "scan":
         consts, carry = jax_compat.scan_counts(params)

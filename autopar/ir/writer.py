@@ -13,7 +13,7 @@ from autopar import jax_compat
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.trace import block_of
-from autopar.jax_types import AnyType, Params, Pytree
+from autopar.jax_types import Params, Pytree, ValueType
 
 #: Operations that map zeros to zeros.
 _KEEPS_ZERO = frozenset(
@@ -39,7 +39,7 @@ class Writer:
         self,
         op: str,
         inputs: Sequence[Atom],
-        type_: AnyType,
+        type_: ValueType,
         params: Params | None = None,
         bodies: tuple[Block, ...] = (),
     ) -> Var:

@@ -19,8 +19,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NoReturn
+from types import FrameType, TracebackType
+from typing import IO, Any, NoReturn
 
 from autopar.interrupts import INTERRUPTS, Handler
 from autopar.launch.progress import PROGRESS, REPORTED
@@ -103,7 +103,7 @@ class Hooks:
         """Says whether a handler is a rank's."""
         return getattr(handler, "__func__", None) is Hooks._on_interrupt
 
-    def _on_interrupt(self, number: int, frame: Any) -> None:
+    def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self._answered_s = time.monotonic()
         self._interrupt_hook(number, frame)
 
@@ -165,7 +165,7 @@ def _is_lost_peer(error: BaseException) -> bool:
     return any(sign in text for sign in ("Gloo", "Connection reset by peer", "Connection closed by peer"))
 
 
-def _has_descriptor(stream: Any) -> bool:
+def _has_descriptor(stream: IO[str]) -> bool:
     try:
         return stream.fileno() >= 0
     except (AttributeError, OSError, ValueError):

@@ -20,12 +20,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar.errors import ArgumentsError
 from autopar.interrupts import INTERRUPTS
+from autopar.jax_types import Request
 from autopar.launch.faults import INTERRUPTED, Hooks, abort, name_rank, report_fault
 from autopar.launch.progress import ANYBODY, KINDS, PROGRESS, TEXT_BYTES, MarkKind, describe_mark
 from autopar.mpi.waiting import as_bytes
@@ -89,7 +89,7 @@ class Heartbeat:
         self._states["code"] = _UNKNOWN_CODE
         self._states["what"] = str(PROGRESS.last).encode()
         self._heard_s = np.full(world.size, time.monotonic())
-        self._sending: dict[int, tuple[Any, Any]] = {}
+        self._sending: dict[int, tuple[Request, object]] = {}
         self._unanswered = np.zeros(world.size, np.int64)
         self._received = np.empty_like(self._states)
         self._status = MPI.Status()

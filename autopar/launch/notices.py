@@ -49,7 +49,6 @@ class _ToStderr(logging.Handler):
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Says whether a handler, of `logging`, absl or rich, writes to stderr or stdout."""
     writer = getattr(handler, "python_handler", handler)
     stream = getattr(writer, "stream", None) or getattr(getattr(writer, "console", None), "file", None)
     return stream is not None and stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
@@ -182,7 +181,6 @@ def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:
 
 
 def _is_live() -> bool:
-    """Says whether a written line can be cleared: on a terminal, or in a notebook."""
     stream = sys.stderr
     if stream is None or type(stream).__module__ == "ipykernel.iostream":
         return stream is not None

@@ -17,7 +17,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from autopar.jax_types import Leaf, Request
 
@@ -115,7 +115,7 @@ class Progress:
         if self.watched:
             self._under_way = (*self._unfinished(), (result, needs))
 
-    def _unfinished(self) -> list[tuple[Any, range]]:
+    def _unfinished(self) -> list[tuple[Leaf, range]]:
         return [(result, needs) for result, needs in self._under_way if not _is_ready(result)]
 
     @property

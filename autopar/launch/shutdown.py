@@ -19,8 +19,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from types import FrameType
-from typing import Any, NoReturn
+from types import CodeType, FrameType
+from typing import NoReturn
 
 from autopar.launch.faults import INTERRUPTED, abort, exit_code, name_rank, report_fault
 from autopar.launch.heartbeat import Heartbeat
@@ -68,7 +68,7 @@ class Script:
             return
         script = self._frame.f_code
 
-        def unwound(code: Any, offset: int, error: BaseException) -> None:
+        def unwound(code: CodeType, offset: int, error: BaseException) -> None:
             if code is script and isinstance(error, SystemExit):
                 self._error = error
 
@@ -77,7 +77,7 @@ class Script:
         monitoring.set_events(tool, monitoring.events.PY_UNWIND)
 
     def _noting(self, leave: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        def exit(status: Any = None, /) -> NoReturn:
+        def exit(status: object = None, /) -> NoReturn:
             try:
                 leave(status)
             except SystemExit as error:

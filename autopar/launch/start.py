@@ -195,7 +195,6 @@ def _start_jax(here: World) -> None:
 
 
 def _has_one_cpu() -> bool:
-    """Says whether this process has one device, a CPU, as far as is known before JAX's backend is up."""
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     on_cpus = jax.config.values["jax_platforms"] == "cpu" or not nvidia_gpus()
     return on_cpus and jax.config.values["jax_num_cpu_devices"] <= 1 and not forced

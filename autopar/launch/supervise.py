@@ -94,7 +94,6 @@ def _others_go_on() -> bool:
 
 
 def _others_run() -> bool:
-    """Says whether a process like this one, of the same launcher, has a child."""
     parents = {}
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/stat") as file:

@@ -97,7 +97,6 @@ def rates_of(
 
 
 def _assumed(devices: Devices) -> Rates:
-    """Returns the rates of the known cluster whose devices are most like these."""
     first, machines = devices.mesh.devices.flat[0], 1
     if devices.processes.several:
         machines = len({d.process_index for d in devices.mesh.devices.flat})

@@ -275,7 +275,6 @@ def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) ->
 
 
 def _kept(devices: Devices, machines: int) -> Cluster | None:
-    """Returns the cluster that `calibrate` has kept of these devices, if it has."""
     try:
         kept = Cluster.load(cache_file(devices, _FILE))
     except AutoparError:

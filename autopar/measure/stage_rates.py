@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
 from autopar.cost.rates import StageRates, planned_stage_rates
 from autopar.ir.program import Block, Var
-from autopar.jax_types import Leaf, Pytree
+from autopar.jax_types import Device, Leaf, Pytree
 from autopar.launch.group import StoreGroup
 from autopar.launch.notices import LOG
 from autopar.measure.cluster import are_alike
@@ -34,7 +33,7 @@ _RUNS = 5
 _known: dict[tuple[Leaf, ...], StageRates] = {}
 
 
-def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
+def stage_rates_of(devices: Sequence[Device], processes: StoreGroup) -> StageRates:
     """Returns the rates of these devices, each at work by itself; measured at first need in this process.
 
     Devices of one kind count as equal: the first one is measured, and sends to the second. Collective for devices of
@@ -51,7 +50,7 @@ def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
     return StageRates(**processes.first(asdict(rates), "rates of stages"))
 
 
-def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
+def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Device]) -> StageRates:
     """Scales the rates so that they predict the measured time of a microbatch's gradient program.
 
     `rates`: as measured of large products and passes over memory. `block`: the program, which is timed on the first of
@@ -73,7 +72,7 @@ def _example(var: Var) -> Leaf:
     return jnp.full(var.shape, 0.01 if jax_compat.is_float(var.dtype) else 0, var.dtype)
 
 
-def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
+def _measure(devices: Sequence[Device], budget: Budget) -> StageRates:
     own = _own(devices)
     one = Devices.of(jax.sharding.Mesh(own[:1], ("data",)))
     small, add = np.ones((8,), np.float32), jax.jit(lambda x: x + 1)
@@ -92,7 +91,7 @@ def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
     return replace(assumed, **found)
 
 
-def _sent_seconds(devices: Sequence[Any]) -> float:
+def _sent_seconds(devices: Sequence[Device]) -> float:
     """Measures a send from the first device to the second one, or between the first two processes."""
     ranks = list(dict.fromkeys(device.process_index for device in devices))
     if len(ranks) > 1:
@@ -130,5 +129,5 @@ def _seconds(run: Callable[[], Pytree]) -> float:
     return statistics.median(seconds)
 
 
-def _own(devices: Iterable[Any]) -> list[Leaf]:
+def _own(devices: Iterable[Device]) -> list[Leaf]:
     return [device for device in devices if device.process_index == jax.process_index()]

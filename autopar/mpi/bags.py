@@ -195,5 +195,4 @@ def _matrix(data: np.ndarray, indices: np.ndarray, lengths: np.ndarray, columns:
 
 
 def _unsigned(count: int) -> np.dtype:
-    """Returns the dtype in which numbers below `count` travel."""
     return np.dtype(np.uint16 if count <= 1 << 16 else np.uint32)

@@ -22,10 +22,10 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -274,7 +274,6 @@ class Exchange:
         self.swap("gradients", nothing if self.rank else others, own)
 
     def _lengths(self, array: np.ndarray) -> list[int]:
-        """Returns the length of every rank's array."""
         lengths = np.empty(self.size, np.int64)
         self._waiting.collective(self._comm, "Allgather", np.array([len(array)]), lengths)
         self.sent_bytes["gather"] += (self.size - 1) * lengths.itemsize
@@ -623,7 +622,7 @@ class Rings:
 class NodeRings:
     """One rank's part in an AllReduce over machines with equal numbers of ranks."""
 
-    def __init__(self, comm: Comm, waiting: Waiting, machines: Sequence[Any]) -> None:
+    def __init__(self, comm: Comm, waiting: Waiting, machines: Sequence[Hashable]) -> None:
         """Takes the machine of each rank, and arguments of `Rings`. Collective."""
         rank = comm.Get_rank()
         number = list(machines[:rank]).count(machines[rank])

@@ -105,7 +105,6 @@ def _statistic(path: Path, name: str) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file; None if there is no file, or no limit in it."""
     text = _text(path).strip()
     return int(text) if text.lstrip("-").isdigit() and int(text) < _UNLIMITED else None
 

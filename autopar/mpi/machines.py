@@ -164,8 +164,6 @@ class LeaderExchange(Exchange):
         return NodeRings(self._comm, waiting, machines)
 
     def _parts(self, bounds: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """Yields each owner, and the slices of its indices among the given ones, and among those sorted by node
-        leader."""
         end = 0
         for owner in self._by_leader:
             start, stop = bounds[owner], bounds[owner + 1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -47,7 +46,7 @@ class PointToPoint:
         #: Ranks whose memory this one doesn't share, as MPI sees it.
         self._far = _ranks_apart(self._comm)
         #: Requests, the array that they read, and the target.
-        self._outgoing: list[tuple[list[Any], np.ndarray, int]] = []
+        self._outgoing: list[tuple[list[Request], np.ndarray, int]] = []
         self._incoming: set[Incoming] = set()
         self.sent_bytes: dict[int, int] = {}
 

@@ -23,7 +23,6 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,7 @@ class Waiting:
         else:
             getattr(comm, name)(*arguments)
 
-    def _poll(self, kind: Any, requests: Sequence[Request]) -> None:
+    def _poll(self, kind: type[Request], requests: Sequence[Request]) -> None:
         if kind.Testall(requests):
             return
         start = time.perf_counter()

@@ -8,7 +8,6 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.deferred import Replay
@@ -125,7 +124,7 @@ class Forms(ZeroWriter, abc.ABC):
         planned = self.shared.bound.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.owners
 
-    def write(self, equation: Equation, inputs: Iterable[Atom], states: Iterable[State], **changes: Any) -> None:
+    def write(self, equation: Equation, inputs: Iterable[Atom], states: Iterable[State], **changes: object) -> None:
         """Writes an equation with new operands; its results are in these states."""
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
         self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, **changes))

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand
-from autopar.jax_types import Index, Leaf, Pytree
+from autopar.jax_types import Index, Leaf, Params, Pytree
 
 #: Cost of a gathered or scattered element, in operations of a product.
 _MOVED = 64.0
@@ -484,7 +483,7 @@ class _Rewrite(Writer):
         self.extend(made)
         return made[-1].outputs[0]
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Pytree]) -> Leaf:
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], Pytree]) -> Leaf:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -508,14 +507,14 @@ class _Rewrite(Writer):
         def make() -> Var:
             like, width = ids.lookup, ids.fetched
             numbers = self.expand(lambda: jax.lax.iota(jnp.int32, width), like, ())
-            params: dict[str, Any] = {"slice_sizes": (1,), "spread": like.params["batch"]}
+            params: dict[str, object] = {"slice_sizes": (1,), "spread": like.params["batch"]}
             params |= {} if ids.clips else {"fill_value": width}
             looked_up = self._look_up(ids, numbers, like.inputs[2], params)
             if not ids.clips:
                 return looked_up
             last = ids.lookup.params["extent"] - 1
 
-            def apart(position: Any, index: Index) -> Leaf:
+            def apart(position: Leaf, index: Index) -> Leaf:
                 index = index[..., 0]
                 above = index > min(last, jnp.iinfo(index.dtype).max)
                 return jnp.where(index < 0, width, jnp.where(above, width + 1, position))
@@ -524,7 +523,7 @@ class _Rewrite(Writer):
 
         return self.once(("inverse", ids), make)
 
-    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Mapping[str, Any]) -> Var:
+    def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Params) -> Var:
         """Returns the lookup of these ids, or others, in an array whose rows lead. `how`: parameters that differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
@@ -622,7 +621,7 @@ class _Rewrite(Writer):
         """Returns a value and those behind it that aren't computed yet, the latter first."""
         order: list[Form] = []
         stack = [(like, False)]
-        seen: set[tuple[Any, ...]] = set()
+        seen: set[tuple[Hashable, ...]] = set()
         while stack:
             one, is_ready = stack.pop()
             key = (kind, one)
@@ -705,7 +704,7 @@ def _take(id_axes: IdAxes, shape: tuple[int, ...]) -> Callable[..., Leaf]:
 def _weigh(id_axes: IdAxes, by_count: bool) -> Callable[..., Leaf]:
     """Returns a function that weights a value by entries, or zeroes entries without lookups."""
 
-    def weigh(x: Leaf, count: Any) -> Leaf:
+    def weigh(x: Leaf, count: Leaf) -> Leaf:
         count = count.reshape(id_axes.beside(x.ndim))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return jnp.where(count > 0, (x * count.astype(wide)).astype(x.dtype) if by_count else x, 0)

@@ -19,7 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.ir.slicing import eliminate_dead, in_order
 from autopar.ir.writer import ZeroWriter, expand
-from autopar.jax_types import Array, Params
+from autopar.jax_types import Array, Leaf, Params
 from autopar.passes.choosing.families import row_bytes
 from autopar.passes.normalize import merge_equal
 
@@ -191,7 +191,7 @@ class _Looked:
 
     function: int
     lookup: Equation
-    fill: Any  #: Of ids out of range; None: these mean the nearest row.
+    fill: Leaf  #: Of ids out of range; None: these mean the nearest row.
 
     @property
     def index(self) -> Atom:
@@ -380,7 +380,8 @@ def _by_rows(equation: Equation, ids: int, extent: int) -> Params | None:
 # --- gradients: operations ahead of a scatter ---
 
 #: Makes all columns of a gradient from a part of it: operations and their arguments, in order.
-Steps = tuple[tuple[str, Any], ...]
+Step = tuple[str, Leaf]
+Steps = tuple[Step, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -527,7 +528,7 @@ class _Gradients:
         self.new.append(replace(equation, inputs=(part.atom,), outputs=(out,)))
         return replace(part, atom=out)
 
-    def _step(self, e: Equation, ids: int) -> list[tuple[Atom, tuple[str, Any]]]:
+    def _step(self, e: Equation, ids: int) -> list[tuple[Atom, Step]]:
         """Returns what an equation makes all columns of, and how; nothing if it does anything else."""
         p, x, shape, row = e.params, e.inputs[0], e.outputs[0].shape, e.outputs[0].shape[ids:]
         if e.op == "pad" and self.values.is_zero(e.inputs[1]):
@@ -535,7 +536,7 @@ class _Gradients:
             kept = all(low >= 0 and high >= 0 and not inner for low, high, inner in around)
             return [(x, ("pad", around[ids:]))] if kept and x.shape[:ids] == shape[:ids] else []
         if e.op == "concatenate" and p["dimension"] >= ids:
-            axis, start, made = p["dimension"], 0, list[tuple[Atom, tuple[str, Any]]]()
+            axis, start, made = p["dimension"], 0, list[tuple[Atom, Step]]()
             for part in e.inputs:
                 ends = (start, shape[axis] - start - part.shape[axis], 0)
                 made.append((part, ("pad", tuple(ends if d == axis else (0, 0, 0) for d in range(ids, len(shape))))))
@@ -558,7 +559,6 @@ class _Gradients:
 
 
 def _are_apart(parts: Iterable[_Part]) -> bool:
-    """Returns whether no two parts have a column in common."""
     return all(np.max(columns) <= 1 for columns in [sum(part.columns for part in parts)])
 
 
@@ -575,7 +575,7 @@ def _spread(rows: Array, steps: Steps) -> Array:
     return rows
 
 
-def _on_columns(columns: np.ndarray, step: tuple[str, Any]) -> np.ndarray:
+def _on_columns(columns: np.ndarray, step: Step) -> np.ndarray:
     """Returns the columns after a step."""
     op, how = step
     if op == "pad":

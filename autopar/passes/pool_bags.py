@@ -194,7 +194,6 @@ class _Pooling:
         return (Factor("keep", is_row, fill, tuple(range(len(index.shape) - 1))),)
 
     def _kept(self, push: Bags) -> tuple[Factor, ...]:
-        """Returns what selects the ids whose rows get a gradient."""
         return *self._in_range(self.pushes[push.index]), *push.selects
 
     def _mask(self, like: Equation, bags: Bags, selects: Sequence[Factor]) -> Atom | None:

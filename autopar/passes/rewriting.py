@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -97,7 +96,7 @@ class LookupRewriter(Rewriter):
             self.pure.update(v for v, a in operands if a in self.pure)
         return super().body(equation, body)
 
-    def is_known(self, equation: Equation, forms: Mapping[Atom, Any]) -> bool:
+    def is_known(self, equation: Equation, forms: Mapping[Atom, object]) -> bool:
         """Returns whether each operand is uniform, or has a form of another shape."""
         return all(a.shape == () or a in forms or a in self.uniform for a in equation.inputs)
 

@@ -312,6 +312,5 @@ def _called(op: str) -> str:
 
 
 def _weights(program: Program) -> list[Var]:
-    """Returns inputs besides the batch, but for counters and random keys."""
     apart = [v for v, input_ in program.named_inputs if input_.role != "batch"]
     return [v for v in apart if not jax_compat.is_key(v.dtype) and np.dtype(v.dtype).kind not in "iub"]

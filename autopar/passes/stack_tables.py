@@ -308,7 +308,6 @@ class _Stack:
         yield from expand(_scatter, like, (self.new(like.inputs[0]), ids, *updates), output)
 
     def _of_first(self, atom: Atom, k: int) -> Atom:
-        """Returns the first table's value that corresponds to another one's."""
         name = self.members[k].names[atom]
         return next(v for v, n in self.members[0].names.items() if n == name)
 
@@ -374,7 +373,6 @@ class StackIds:
 
 
 def _count(ids: Atom, axis: int = 0) -> int:
-    """Returns the number of ids of each example."""
     return int(np.prod([*ids.shape[:axis], *ids.shape[axis + 1 : -1]])) if len(ids.shape) > 1 else 1
 
 

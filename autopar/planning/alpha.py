@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -166,7 +165,7 @@ class _Reader:
         self.workers = 0
         self._step, self._spread = step, workers
         self._own: dict[ParallelStep, ParallelStep] = {}
-        self._readers: dict[PlannedStep, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
+        self._readers: dict[PlannedStep, list[tuple[RowSpace, RowIds, Callable[..., Leaf]]]] = {}
 
     def read(self, args: Sequence[Pytree], number: int) -> None:
         """Reads the rows of a call; `number`: its index among the batches."""

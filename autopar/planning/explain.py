@@ -140,7 +140,6 @@ def _explain(
 
 
 def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
-    """Returns a dense leaf's row. A leaf in shards is updated by its owner, a divided one where its products are."""
     size = leaf.nbytes
     action, kept = ("dense, in shards, ps", size // plan.devices) if leaf.sharded else ("dense", size)
     action, kept = _divided(plan, leaf.path, action, kept)

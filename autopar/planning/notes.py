@@ -307,7 +307,6 @@ def _stability(sync: SyncPlan) -> str:
 
 
 def _first_three(paths: Sequence[str], text: str) -> Iterator[str]:
-    """Yields the text with three paths and the number of others; nothing without paths."""
     if paths:
         yield text.format(", ".join(paths[:3]) + f" and {len(paths) - 3} others" * (len(paths) > 3))
 

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
@@ -33,7 +33,7 @@ from autopar.ir.local import OncePerRow
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, is_on, without_hosts
+from autopar.ir.strategy import HOSTED, Method, Strategy, asks_for_hosts, is_on, without_hosts
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
@@ -263,10 +263,10 @@ def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Once
     return follow(program, bound.with_sizes(sizes), planned.way).once_per_row
 
 
-def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:
+def named_methods(methods: Mapping[str, Method | str] | Method | str, work: Workload) -> Mapping[str, str] | str:
     """Returns methods by their names in simulations, where the strategy ("ps", "hosts") is one name."""
 
-    def name(method: Any) -> str:
+    def name(method: Method | str) -> str:
         method_ = HOSTED if method == ("ps", "hosts") else method
         if method_ not in ("auto", *METHODS, HOSTED):
             known = ", ".join(map(repr, ("auto", *METHODS, HOSTED)))

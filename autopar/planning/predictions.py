@@ -88,7 +88,6 @@ def _of_devices(plan: Plan) -> Prediction:
 
 
 def _of_clients(plan: Plan) -> Prediction:
-    """Predicts a client's own step, and its exchange with others."""
     assert plan.clients_plan is not None, "clients train"
     return Prediction(
         "step", (_of_devices(plan), Term("exchange", 0.0, round(plan.clients_plan.sent_bytes))), timed=False

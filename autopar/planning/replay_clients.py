@@ -11,7 +11,7 @@ import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ _SERVED = "a sequential replay of what its servers did, since asynchronous train
 _mean = jax.jit(mean_of)
 
 
-def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Leaf]]:
+def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Leaf]]) -> Iterator[list[Leaf]]:
     """Trains replicas in one process, one client after the other, as several processes would.
 
     Clients' steps run by their own programs: on one kind of machine the numbers equal those of the processes, to the
@@ -108,7 +108,7 @@ def _with_clients(step: ParallelStep, clients: int, servers: int | None = None) 
 
 
 def replay_replicas(
-    program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
+    program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Leaf]]]
 ) -> Iterator[list[list[Leaf]]]:
     """Yields each client's flat results of each step.
 
@@ -170,7 +170,7 @@ def timeline(state: Pytree) -> Timeline:
 
 
 def replay_timeline(
-    step: ParallelStep, state: Pytree, minibatches: Sequence[Sequence[Any]], timeline: Timeline
+    step: ParallelStep, state: Pytree, minibatches: Sequence[Sequence[Leaf]], timeline: Timeline
 ) -> tuple[Pytree, list[list[Pytree]]]:
     """Repeats in one process what workers and servers computed, message by message in their order.
 
@@ -320,7 +320,12 @@ class _ReplayedClient:
     """
 
     def __init__(
-        self, runner: Runner, states: Mapping[int, int], start: Sequence[Leaf], calls: Sequence[Sequence[Any]], end: End
+        self,
+        runner: Runner,
+        states: Mapping[int, int],
+        start: Sequence[Leaf],
+        calls: Sequence[Sequence[Leaf]],
+        end: End,
     ) -> None:
         self._runner, self._states, self._calls, self._end = runner, states, calls, end
         self.leaves = {k: copied(materialize(start[k])) for k in self._states}
@@ -331,7 +336,7 @@ class _ReplayedClient:
         for step, given in enumerate(self._calls):
             call = [self.leaves.get(k, x) for k, x in enumerate(given)]
             self._end.look_up(call, self._states)
-            weights, results, new = Weights(self.leaves), list[Any](), dict[int, Array]()
+            weights, results, new = Weights(self.leaves), list[Leaf](), dict[int, Array]()
             for want in self._end.step(step):
                 if isinstance(want, Send):
                     sent = self._end.sent(want, weights)
@@ -408,7 +413,7 @@ def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: i
 
 
 def _compared(
-    clients: Clients, program: Program, pairs: Sequence[Sequence[tuple[Any, Any]]], steps: int, against: str
+    clients: Clients, program: Program, pairs: Sequence[Sequence[tuple[Leaf, Leaf]]], steps: int, against: str
 ) -> Verification:
     """Compares (expected, found) pairs of each output over all clients. Collective."""
     mine = [_worst(some) for some in pairs]
@@ -421,7 +426,7 @@ def _compared(
     return Verification(tuple(checks), steps, against)
 
 
-def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
+def _worst(pairs: Sequence[tuple[Leaf, Leaf]]) -> tuple[float, float]:
     plain = [[materialize(x.own if isinstance(x, Replica) else x) for x in pair] for pair in pairs]
     sizes, errors = zip(*(compared_values(a, b) for a, b in plain), strict=True)
     return max(sizes), max(errors)

@@ -14,7 +14,6 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from autopar.cost.collectives import traffic
 from autopar.cost.rates import StageRates, planned_stage_rates
@@ -25,13 +24,14 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
 from autopar.ir.plan import PipelinePlan, Plan, StagePlan, require_plan
 from autopar.ir.strategy import Method
+from autopar.jax_types import Json
 from autopar.measure.cluster import require_cluster
 from autopar.planning.plan import named_methods, workload
 from autopar.planning.predictions import predict_stages
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, SyncTime, simulate_clients
 
 #: An event of Chrome's Trace Event Format, with times in microseconds.
-Event = dict[str, Any]
+Event = dict[str, Json]
 _WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 #: Numbers of devices that are simulated by default.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)

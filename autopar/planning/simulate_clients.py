@@ -9,7 +9,6 @@ import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.strategy import Method
 from autopar.ir.topology import Everyone
 from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes
 from autopar.servers.timeline import Timeline
@@ -183,7 +183,7 @@ def simulate_clients(
     numbers: Sequence[int],
     options: ClientOptions,
     *,
-    methods: Any = "auto",
+    methods: Mapping[str, Method | str] | Method | str = "auto",
     overlap: float = 0.0,
     variation: float = 0.0,
 ) -> SyncSimulation:
@@ -216,7 +216,9 @@ def simulate_clients(
     return SyncSimulation(plan.step, mode, cluster, dict(options.slow), step_s, tuple(times), update_s)
 
 
-def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> tuple[float, float]:
+def _own_step_s(
+    plan: Plan, cluster: ClusterSpec, methods: Mapping[str, Method | str] | Method | str, overlap: float
+) -> tuple[float, float]:
     """Returns predicted seconds of a client's own step, and of the update in it (0 if servers update); raises
     ArgumentsError if the step takes no time."""
     work = client_workload(plan)
@@ -308,7 +310,6 @@ def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
 
 
 def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> Sequence[float]:
-    """Returns the seconds of each fragment's mean over the clients of `load`."""
     each = max(1, cluster.devices // plan.devices)  # clients of a machine
     ends = replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
     copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces

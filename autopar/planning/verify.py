@@ -24,7 +24,7 @@ from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import block_text
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
 from autopar.ir.trace import block_of
-from autopar.jax_types import Dtype, Leaf, Params, Pytree
+from autopar.jax_types import Device, Dtype, Leaf, Params, Pytree
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.run.arguments import read_call
@@ -140,7 +140,6 @@ def _check_pure(step: ParallelStep, planned: PlannedStep, args: Sequence[Pytree]
 
 
 def _fresh(fun: Callable[..., Pytree]) -> Callable[..., Pytree]:
-    """Wraps a function so that JAX traces it again."""
     return lambda *args, **kwargs: fun(*args, **kwargs)
 
 
@@ -149,7 +148,7 @@ def compare_runs(
     batches: Sequence[Sequence[Pytree]],
     *,
     lazy: bool = False,
-    run: Callable[..., Sequence[Any]] | None = None,
+    run: Callable[..., Sequence[Leaf]] | None = None,
 ) -> Verification:
     """Compares plain step, planned step and oracle over several steps.
 
@@ -196,8 +195,7 @@ def compare_runs(
     return Verification(tuple(checks), len(batches))
 
 
-def _here(x: Leaf, device: Any = None) -> Leaf:
-    """Returns the whole array on this process, which runs the plain step by itself."""
+def _here(x: Leaf, device: Device | None = None) -> Leaf:
     array = jnp.asarray(local(x.materialize() if is_table(x) else x))
     return array if device is None else jax.device_put(array, device)
 
@@ -232,16 +230,15 @@ def _lazy(planned: PlannedStep) -> Callable[..., list[Leaf]]:
 
 
 def _keep_wide(
-    keep: Callable[..., Any], inputs: Sequence[Leaf], wide: Sequence[Leaf], outputs: Sequence[Pytree]
+    keep: Callable[..., Leaf], inputs: Sequence[Leaf], wide: Sequence[Leaf], outputs: Sequence[Pytree]
 ) -> Leaf:
-    """Restores rows in float64; ids come from the float32 run."""
     with jax_compat.enable_x64():
         pairs = zip(inputs, wide, strict=True)
         mixed = [w if jnp.issubdtype(x.dtype, jnp.inexact) else x for x, w in pairs]
         return keep(mixed, outputs)
 
 
-def _check(path: str, start: Leaf, plain: Any, mine: Leaf, truth: Any) -> LeafCheck:
+def _check(path: str, start: Leaf, plain: Leaf, mine: Leaf, truth: Leaf) -> LeafCheck:
     if jax_compat.is_key(plain.dtype):
         plain, mine, truth = (jax.random.key_data(x) for x in (plain, mine, plain))
     if plain.dtype != mine.dtype or plain.shape != mine.shape:
@@ -280,7 +277,7 @@ def replayed(path: str, size: float, error: float) -> LeafCheck:
     return LeafCheck(path, size, error, 0.0, error <= allowed)
 
 
-def compared_values(expected: Any, found: Leaf) -> tuple[float, float]:
+def compared_values(expected: Leaf, found: Leaf) -> tuple[float, float]:
     """Returns the largest value, and the largest difference."""
     pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
     a, b = map(as_floats, pair)

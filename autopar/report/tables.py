@@ -11,7 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autopar.cost import sent_bytes
 from autopar.cost.exchange import table_3
@@ -20,6 +19,7 @@ from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError
 from autopar.ir.figures import Sizes
 from autopar.ir.plan import Plan, TablePlan
+from autopar.jax_types import Json
 from autopar.planning.plan import table_load
 from autopar.planning.predictions import Prediction
 from autopar.planning.simulate import Simulation
@@ -57,13 +57,13 @@ class Timing:
 
 def timings(measured: Measured) -> tuple[Timing, ...]:
     """Returns the times that a user gives; raises ArgumentsError if they have another form, or one isn't positive."""
-    pairs: Iterable[Any] = measured
+    pairs: Iterable[object] = measured
     if isinstance(measured, Mapping):
         pairs = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
     return tuple(_timing(tuple(row) if isinstance(row, (tuple, list)) else (row,)) for row in pairs)
 
 
-def _timing(row: tuple[Any, ...]) -> Timing:
+def _timing(row: tuple[Json, ...]) -> Timing:
     if len(row) != 3 or not isinstance(row[0], str):
         raise ArgumentsError(f"measured: {row!r} isn't (label, predicted seconds, measured seconds)")
     label, predicted, measured = row

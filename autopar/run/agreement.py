@@ -12,7 +12,6 @@ import itertools
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +23,7 @@ from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, LoneClientWarning, StateError, StepError, warn
 from autopar.ir.printer import block_text, format_program
 from autopar.ir.program import Block, Program
-from autopar.jax_types import Leaf
+from autopar.jax_types import Json, Leaf
 from autopar.launch.group import Group, StoreGroup, odd_one, shown
 from autopar.sync import Sync
 from autopar.tables.kinds import is_table
@@ -132,7 +131,7 @@ def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[str, st
     return processes.name(k), lines[0], lines[k]
 
 
-def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
+def _other(all_: Sequence[dict[str, Json]], key: str) -> int | None:
     return odd_one([one[key] for one in all_])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -62,7 +62,7 @@ class Asked:
             per_device=old.per_device and replace(old.per_device, count=count),
         )
 
-    def planner_by(self, **changes: Any) -> Planner:
+    def planner_by(self, **changes: object) -> Planner:
         """Returns the planner of the same request with changes."""
         asked = replace(self, **changes)
         return self.way_for(asked.sync, asked.pipeline, asked.planner.options.strategy).planner(asked)

@@ -191,13 +191,13 @@ class AsynchronousFlight:
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
         self._first = {v: x for v, x in self._first.items() if v in runner.asynchronous.constants}
-        self._drained: list[Any] | None = None
+        self._drained: list[Leaf] | None = None
         self._is_gone = False
         self.calls = 0
         #: Shape and dtype of each moving leaf.
         self.types = [_type_of(runner.inputs[k]) for k in runner.moving]
         #: Results, by number, of minibatches that finished when the state was read.
-        self.rest_by_number: list[dict[int, Any]] = []
+        self.rest_by_number: list[dict[int, Leaf]] = []
 
     @property
     def call(self) -> int:
@@ -328,7 +328,6 @@ def _type_of(parts: Sequence[Var]) -> jax.ShapeDtypeStruct:
 
 
 def _donated(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
-    """Returns for each update the positions of leaves that it is the last to read, and may overwrite."""
     return {
         program: tuple(k for k, v in enumerate(program.block.inputs) if v in leaves)
         for program, leaves in last_updates(step).items()

@@ -39,7 +39,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.jax_compat import ConcreteArray
-from autopar.jax_types import AnyType, Array, Leaf, Pytree, PyTreeDef
+from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef, ValueType
 from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
@@ -56,7 +56,7 @@ CALLS, WAITING_CALLS = 32, 64
 _BLOCKS = 8
 
 
-def _stored(type_: AnyType, layout: tuple[RowLayout, int] | None) -> Leaf:
+def _stored(type_: ValueType, layout: tuple[RowLayout, int] | None) -> Leaf:
     if layout is None:
         return type_
     return replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
@@ -136,7 +136,7 @@ class DevicesRunner(Runner):
         self._new_states = analysed.new_states
         self._count = len(analysed.outputs)  # a row count for each capacity may follow
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
-        self._loads: collections.deque[Any] = collections.deque()
+        self._loads: collections.deque[Leaf] = collections.deque()
         self._across, self._are_results_whole = devices.processes.several, are_results_whole
         out_shardings = self._result_shardings(analysed, log_shardings, bool(bound.fallback))
         order = donation_order(compiled.program.new_states, len(out_shardings))

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -117,7 +116,7 @@ class AlphaWatch:
         if self._at_work is not None and self._at_work[0] is planned:
             self._at_work = None
 
-    def _start(self, planned: PlannedStep, work: Callable[..., Any], argument: Any) -> None:
+    def _start(self, planned: PlannedStep, work: Callable[..., _Watched | dict[str, int]], argument: object) -> None:
         self._pool = self._pool or ThreadPoolExecutor(1, "autopar-alpha")
         self._at_work = planned, self._pool.submit(work, argument)
 

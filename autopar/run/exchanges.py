@@ -228,7 +228,7 @@ class MeansRunner(ReplicaRunner):
         is_beside = self._outer is None and self._plan.delay > 0
         kept: dict[int, Leaf] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
         parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in kept.items()]
-        means: dict[int, Any] = dict(zip(kept, (yield parts), strict=True))
+        means: dict[int, Leaf] = dict(zip(kept, (yield parts), strict=True))
         for (k, x), part in zip(sent.items(), parts, strict=True):
             if k in rows and is_beside:
                 kept[k], means[k] = (self.touched.rows_of(k, rows[k], each) for each in (part, means[k]))

@@ -6,7 +6,6 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,6 +25,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.rowspace import RowSpace
 from autopar.ir.stacked import StackedTable
 from autopar.ir.strategy import is_on
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
@@ -454,7 +454,7 @@ def _read(value: Leaf) -> jax.Array:
     return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)
 
 
-def _has_dynamic_ids(space: Any) -> bool:
+def _has_dynamic_ids(space: RowSpace) -> bool:
     return any(a.equation.op not in ("slice", "pad") for a in space.accesses)
 
 

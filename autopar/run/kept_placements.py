@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -71,7 +70,7 @@ class KeptPlacements:
         #: For large inputs the last call's array, some of its elements, and the number of calls that had the same.
         self._seen: dict[int, tuple[weakref.ref[Leaf], np.ndarray, int]] = {}
 
-    def placed(self, k: int, leaf: Leaf, where: Hashable, place: Callable[[Any], Array]) -> Array:
+    def placed(self, k: int, leaf: Leaf, where: Hashable, place: Callable[[Leaf], Array]) -> Array:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
         `k`, `leaf`: the input's index; an array or a Table. `where`: key of the placement, equal for all steps that
@@ -142,6 +141,5 @@ class KeptArguments:
 
 
 def _is_constant(leaf: Leaf) -> bool:
-    """Says whether a leaf is an immutable array of this process."""
     array = leaf.stored if isinstance(leaf, Table) else leaf
     return type(array) is ConcreteArray and array.is_fully_addressable and not array.is_deleted()

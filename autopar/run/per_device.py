@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -28,7 +27,7 @@ from autopar.errors import ArgumentsError, StateError, StepError
 from autopar.ir.paths import BatchAxis, example_axes, matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
-from autopar.jax_types import AnyJaxpr, Leaf, Pytree
+from autopar.jax_types import Jaxpr, Leaf, Pytree
 from autopar.run.arguments import Call, NamedArguments, States, describe_leaves
 from autopar.run.state_match import match_states
 
@@ -39,7 +38,7 @@ _PLACING = {
 }
 
 
-def without_sharding(name: str, jaxpr: AnyJaxpr) -> tuple[Any, Block, Sequence[str]]:
+def without_sharding(name: str, jaxpr: Jaxpr) -> tuple[Jaxpr, Block, Sequence[str]]:
     """Returns a step's program without the user's own sharding (`backends.emit`), and notes on what was removed; raises
     StepError if a `shard_map` has a collective that `jax.vmap` can't do."""
     block = block_of(jaxpr)
@@ -254,7 +253,6 @@ def _numbers_used(block: Block, axis: str) -> Iterator[str]:
 
 
 def _shared(x: Leaf, axis: int | None, count: int) -> Leaf:
-    """Reshapes [.., B, ..] to [.., N, B/N, ..]."""
     if axis is None:
         return x
     return jax.numpy.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))

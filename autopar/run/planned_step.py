@@ -26,7 +26,7 @@ from autopar.ir.figures import HEADROOM
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
-from autopar.jax_types import AnyJaxpr, Leaf, Pytree, PyTreeDef
+from autopar.jax_types import Jaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
 from autopar.measure.figures import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
@@ -45,7 +45,7 @@ class PlannedStep:
     states: States
     compiled: Compiled
     way: Way  #: How the step is run, with the options that it was compiled by.
-    jaxpr: AnyJaxpr
+    jaxpr: Jaxpr
     out_tree: PyTreeDef
     trace_s: float = 0.0
     example: Sequence[Leaf] | None = None  #: Leaves of the first call's batch that ids depend on; None for all others.

@@ -297,7 +297,7 @@ class Planner:
         return {name: _as_text(value) for name, value in chosen.items()}
 
 
-def _as_text(option: Any) -> str:
+def _as_text(option: object) -> str:
     if isinstance(option, Plan):
         return option.digest
     return repr(dict(option) if isinstance(option, Mapping) else option)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +56,7 @@ class ReplicaRunner(Runner):
         clients: Clients,
         program: Program,
         out_tree: PyTreeDef,
-        plain: Callable[..., Sequence[Any]],
+        plain: Callable[..., Sequence[Leaf]],
     ) -> None:
         self.inner, self.touched, self.clients = inner, touched, clients
         self._sync, self._plan, self._plain = sync, plan, plain

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
-from autopar.jax_types import Array, Leaf
+from autopar.jax_types import Array, Device, Leaf
 from autopar.tables.leaf import current
 from autopar.tables.sharded import Table, TablePart
 
@@ -158,8 +157,7 @@ def _common_stack(members: Sequence[Leaf], indices: Sequence[StackIndex]) -> Lea
     return stack if is_common else None
 
 
-def _parts_of(sharding: NamedSharding, whole: tuple[int, ...], layout: RowLayout) -> Mapping[Any, int]:
-    """Returns which shard of a stack each device of this process has."""
+def _parts_of(sharding: NamedSharding, whole: tuple[int, ...], layout: RowLayout) -> Mapping[Device, int]:
     slices = sharding.addressable_devices_indices_map(whole)
     return {device: (index[0].start or 0) // layout.shard_rows for device, index in slices.items() if index is not None}
 

@@ -13,7 +13,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,7 @@ from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import RouteType, Var
 from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.timeline import Action, Drops, Join, Microbatch, Run, Send, SumOf, Timeline, Value, Whole, reads_of
-from autopar.jax_types import Array, Dtype, Leaf
+from autopar.jax_types import Array, Dtype, Leaf, Sharding
 from autopar.launch.notices import tell
 from autopar.launch.progress import PROGRESS
 from autopar.measure.collectives import Collective, read_collectives
@@ -100,7 +99,7 @@ def _types(var: Var, dtype: Callable[[Dtype], Dtype]) -> Leaf:
     return jax.ShapeDtypeStruct(var.shape, dtype(var.dtype))
 
 
-def placed_types(var: Var, sharding: Any, dtype: Callable[[Dtype], Dtype]) -> Leaf:
+def placed_types(var: Var, sharding: Sharding, dtype: Callable[[Dtype], Dtype]) -> Leaf:
     """Returns a value's types with a sharding, and with dtypes mapped by `dtype`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _types(var, dtype))
 

@@ -15,9 +15,8 @@ values of some leaves only, or new optimizer slots that aren't returned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -60,13 +59,13 @@ def match_states(
 
 
 def _groups(call: Call, starts: Mapping[int, int]) -> list[list[int]]:
-    groups: dict[Any, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for k in starts:
         groups.setdefault(_form(call.arguments[k]), []).append(k)
     return list(groups.values())
 
 
-def _form(argument: Argument) -> Any:
+def _form(argument: Argument) -> Hashable:
     return argument.treedef, tuple((t.shape, t.dtype) for t in argument.types)
 
 
@@ -204,7 +203,6 @@ def _parts_returned(argument: Argument, tree: Pytree) -> Iterator[tuple[int, Pyt
 
 
 def _is_alike(part: _Part, treedef: PyTreeDef, types: Sequence[ArrayType]) -> bool:
-    """Says whether the first leaves of a tree are like those of a part, and not scalars alone."""
     return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
 
 

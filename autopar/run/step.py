@@ -61,7 +61,7 @@ class PickledByOptions:
     def __copy__(self) -> Any:
         return self
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         return self
 
     def __reduce__(self) -> Any:
@@ -80,10 +80,9 @@ def _made(make: Callable[..., Pytree], fun: Pytree, given: Mapping[str, Pytree])
     return make(fun, **{k: v.made() if isinstance(v, _Mesh) else v for k, v in given.items()})
 
 
-def _found(module: Any, name: str) -> Any:
-    """Returns the object of a qualified name in a module, if there is one."""
+def _found(module: str | None, name: str) -> Any:
     try:
-        return functools.reduce(getattr, name.split("."), sys.modules[module])
+        return functools.reduce(getattr, name.split("."), sys.modules[module or ""])
     except (AttributeError, KeyError):
         return None
 
@@ -94,7 +93,7 @@ class _Mesh:
 
     ids: np.ndarray
     axis_names: tuple[str, ...]
-    axis_types: tuple[Any, ...]
+    axis_types: tuple[jax.sharding.AxisType, ...]
 
     @staticmethod
     def of(mesh: jax.sharding.Mesh) -> _Mesh:
@@ -278,7 +277,7 @@ class ParallelStep(PickledByOptions):
         of_clients = isinstance(leaf, TableLeaf) and leaf.of_clients
         return of_clients and not isinstance(leaf, self.planner.way.leaves)
 
-    def _traced(self, planned: PlannedStep, runner: Any, leaves: Sequence[Leaf]) -> Pytree:
+    def _traced(self, planned: PlannedStep, runner: Runner | None, leaves: Sequence[Leaf]) -> Pytree:
         """Returns a call's results while JAX traces around it, as part of that trace. An evaluation of concrete arrays
         runs by itself."""
         if runner is None or planned.compiled.analysed.new_states:
@@ -497,7 +496,7 @@ class LargerCapacities:
 
     name: str
     planner: Planner
-    another: Callable[[PlannedStep, Compiled, Sequence[Any] | None, float], PlannedStep]
+    another: Callable[[PlannedStep, Compiled, Sequence[Leaf] | None, float], PlannedStep]
 
     def after(self, planned: PlannedStep, loads: Sequence[int]) -> tuple[PlannedStep, str]:
         """Returns the planned step to use after batches that needed `loads` rows of each capacity, and a warning if it
@@ -560,6 +559,5 @@ class LargerCapacities:
 
 
 def _has_room(planned: PlannedStep, needs: Mapping[str, int]) -> bool:
-    """Says whether needs (rows by table) stay clear of a plan's capacities."""
     tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.as_run.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

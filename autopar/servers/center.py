@@ -221,7 +221,6 @@ class Neighbor(Center):
 
 @jax.jit
 def _added(now: Sequence[Array], stepped: Sequence[Array], begun: Sequence[Array]) -> list[Array]:
-    """Returns the weights after a step during which they were averaged with others."""
     return [x + (new - old) for x, new, old in zip(now, stepped, begun, strict=True)]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
 from autopar import jax_compat
 from autopar.backends.clients import Clients
@@ -35,7 +34,7 @@ class Link:
     """
 
     def __init__(
-        self, servers: Sequence[Spec], clients: Clients, farewell: Any = None, processes: Sequence[int] | None = None
+        self, servers: Sequence[Spec], clients: Clients, farewell: Sent = None, processes: Sequence[int] | None = None
     ) -> None:
         self._service, self._clients, self.servers = service(), clients, range(len(servers))
         here, group = self._service.rank, everyone()
@@ -108,7 +107,7 @@ class Link:
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
     def collect(
-        self, own: Leaf = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
+        self, own: Leaf = None, resumed: Sent = None, leaves: tuple[int, ...] | None = None
     ) -> tuple[list[Kept], Sent]:
         """Returns what each server keeps after all workers' messages, and the first worker's `own`. Collective.
 

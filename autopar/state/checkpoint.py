@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,10 +48,10 @@ class Restored(NamedTuple):
     """
 
     state: Pytree
-    position: dict[str, Any] | None
+    position: dict[str, Json] | None
 
 
-def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, Any] | None = None) -> None:
+def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, Json] | None = None) -> None:
     """Saves a state, in place of the checkpoint that was at this path.
 
     All or nothing: after an error, a kill or a power cut either the old checkpoint or this one can be restored, whole.
@@ -232,7 +232,7 @@ class Keeper:
     def client(self) -> int:
         return self.runner.clients.own
 
-    def kept(self, leaves: Sequence[Leaf], beside: Mapping[str, Any]) -> list[Leaf]:
+    def kept(self, leaves: Sequence[Leaf], beside: Mapping[str, Leaf]) -> list[Leaf]:
         """Returns the leaves as replicas. `beside`: path -> what replicas share."""
         replicas = self.runner.resumed({path.removeprefix("replicas/"): value for path, value in beside.items()})
         return [x if k is None else Replica(x, replicas, k) for k, x in zip(self.inputs, leaves, strict=True)]
@@ -321,7 +321,6 @@ def _check_type(record: LeafRecord, path: str, leaf: Leaf, resize: bool) -> None
 
 
 def _is_number(kind: str, array: Leaf) -> bool:
-    """Says whether an array is what a step makes of a Python number of a kind ("int")."""
     return array.shape == () and jnp.issubdtype(array.dtype, _KINDS[kind])
 
 

@@ -24,7 +24,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom, Block, known
 from autopar.ir.slicing import eliminate_dead, independent_outputs, uniform_outputs
 from autopar.ir.trace import block_of
-from autopar.jax_types import AnyType, Dtype, Leaf, Pytree
+from autopar.jax_types import Dtype, Leaf, Pytree, Sharding, ValueType
 from autopar.mpi.exchange import as_lines
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
@@ -38,7 +38,7 @@ from autopar.tables.staged import StageArray, StagePart, is_staged
 #: Bytes of leaves that one program makes whole, unless one of them, or some that share values, take more.
 _BYTES_AT_A_TIME = 1 << 28
 #: State -> all arguments of the step.
-CallArguments = Callable[[Any], Sequence[Any]]
+CallArguments = Callable[[Leaf], Sequence[Leaf]]
 
 
 def init(
@@ -114,7 +114,7 @@ class Maker:
 
     make: Callable[..., Sequence[Pytree]]  #: The traced function of flat arrays.
     devices: Devices | None
-    shardings: Sequence[Any] | None  #: The sharding of each leaf; None on one device.
+    shardings: Sequence[Sharding] | None  #: The sharding of each leaf; None on one device.
     layouts: Sequence[tuple[RowLayout, int] | None]  #: (layout, row axis) of each leaf that has one.
     whole: bool  #: Whether leaves are made whole on one device first, so that their bits are right.
     block: Block  #: What makes the state.
@@ -196,7 +196,7 @@ class Maker:
 class StageMaker(Maker):
     """Makes each leaf on its stage's devices alone. `parts`: of each leaf; (): it is everywhere."""
 
-    types: Sequence[AnyType]
+    types: Sequence[ValueType]
     parts: Sequence[Sequence[StagePart]]
 
     @functools.cached_property
@@ -311,7 +311,6 @@ class HostMaker(Maker):
         return storage
 
     def _empty(self, table: HostLeaf, of: Leaf) -> HostRows:
-        """Allocates a shard of a table. `of`: has its dtype, and its shape but for the number of rows."""
         shape = resized(of.shape, table.axis, table.layout.extent)
         return HostRows.empty(shape, of.dtype, table.axis, table.layout, self.ranks.exchange.rank, table.path)
 
@@ -372,7 +371,6 @@ class HostMaker(Maker):
         return shards
 
     def _parts_of(self, k: int, whole: np.ndarray, part: slice) -> Sequence[np.ndarray]:
-        """Returns the rows of a part of the shard of each rank of this machine."""
         table = known(self.tables[k])
         numbers = [rows_in(table.layout, rank, part) for rank in self.ranks.exchange.near_ranks]
         return [as_lines(np.moveaxis(np.take(whole, each, table.axis), table.axis, 0)) for each in numbers]

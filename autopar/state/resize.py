@@ -225,7 +225,6 @@ def _brought(path: str, leaf: Leaf, home: Home) -> Leaf:
 
 
 def _devices_along(array: jax.Array, axis: int) -> Devices | None:
-    """Returns the devices that divide an array along an axis, if any do."""
     sharding = array.sharding
     if sharding.shard_shape(array.shape)[axis] == array.shape[axis]:
         return None

@@ -234,14 +234,14 @@ class PendingSave:
     structure: Node
     leaves: Sequence[SavedLeaf]
     count: int
-    position: dict[str, Any] | None
+    position: dict[str, Json] | None
     group: Group
 
     @staticmethod
     def begin(
         folder: Folder,
         state: Pytree,
-        position: Mapping[str, Any] | None,
+        position: Mapping[str, Json] | None,
         group: Group,
         *,
         copied: bool = False,
@@ -323,7 +323,7 @@ class PendingSave:
         )
 
 
-def _plain(position: Mapping[str, Any] | None) -> dict[str, Json] | None:
+def _plain(position: Mapping[str, Json] | None) -> dict[str, Json] | None:
     """Returns a position as JSON has it."""
     if position is None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -13,7 +12,7 @@ from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.ir.stacked import StackIndex
-from autopar.jax_types import Leaf, Pytree
+from autopar.jax_types import Device, Leaf, Pytree
 from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
 from autopar.tables.sharded import TablePart
@@ -81,7 +80,7 @@ def materialize(tree: Pytree, *, copy: bool = True) -> Pytree:
     tree = drain(tree)
     device = _gathering_device(jax.tree.leaves(tree))
 
-    def ordinary(path: Any, leaf: Leaf) -> Leaf:
+    def ordinary(path: tuple[object, ...], leaf: Leaf) -> Leaf:
         if isinstance(leaf, TableLeaf):
             return whole_everywhere(leaf.materialize()) if copy else leaf.read()
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
@@ -96,7 +95,7 @@ def materialize(tree: Pytree, *, copy: bool = True) -> Pytree:
     return jax.tree_util.tree_map_with_path(ordinary, tree)
 
 
-def _gathering_device(leaves: Sequence[Leaf]) -> Any:
+def _gathering_device(leaves: Sequence[Leaf]) -> Device | None:
     """Returns a device for arrays of one tree that no `jax.jit` takes as they are: none of their shardings is over the
     devices of all others. None: it takes them."""
     device_sets = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}

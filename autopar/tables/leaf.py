@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from autopar.backends import across
 from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
-from autopar.jax_types import Dtype, Index, Leaf, Pytree
+from autopar.jax_types import Dtype, Index, Leaf, Pytree, Sharding
 
 #: From so many bytes on, and so many reads of whole leaves of a kind and shape by JAX and NumPy, a warning.
 _LARGE_BYTES, _READS = 64 << 20, 10
@@ -145,13 +145,13 @@ class TableLeaf(abc.ABC):
                 SlowPlanWarning,
             )
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.ordinary().__reduce_ex__(protocol)
 
     def __copy__(self) -> Any:
         return self.__deepcopy__({})
 
-    def __deepcopy__(self, memo: Any) -> Any:
+    def __deepcopy__(self, memo: object) -> Any:
         """Copies it to buffers of its own, all rows up to date."""
         leaf = current(self)
         return leaf.duplicate() if isinstance(leaf, PlacedLeaf) else copied(leaf)
@@ -367,7 +367,7 @@ class Home(abc.ABC):
 class ArrayHome(Home):
     """An ordinary array of JAX, or of random keys. `sharding`: None: where JAX puts arrays by itself."""
 
-    sharding: Any = None
+    sharding: Sharding = None
 
     @property
     def reads_itself(self) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.ir.stacked import StackIndex
-from autopar.jax_types import Array, Dtype, Index, Leaf
+from autopar.jax_types import Array, Dtype, Index, Leaf, Sharding
 from autopar.tables.leaf import (
     ArrayHome,
     Described,
@@ -45,7 +44,7 @@ class RowsHome(Home):
 
     layout: RowLayout
     axis: int
-    sharding: Any
+    sharding: Sharding
 
     def made(self, source: Source, leaf: Described) -> Table:
         layout, axis = self.layout, self.axis
@@ -327,7 +326,6 @@ class TablePart(StandingLeaf[Leaf]):
         return Shards(layout, 0, own)
 
     def _rows(self) -> jax.Array | Table:
-        """Returns the rows of all tables, up to date."""
         if self.is_deleted():
             raise donated(f"this table, {self.dtype}{list(self.shape)},")
         return current(self.pending)
@@ -367,7 +365,7 @@ def stored_rows(rows: jax.Array | Table) -> jax.Array:
 
 
 @functools.cache
-def _cut(rows: int, devices: Devices | None) -> Callable[[Array, Any], jax.Array]:
+def _cut(rows: int, devices: Devices | None) -> Callable[[Array, Array], jax.Array]:
     """Compiles a program that copies `rows` rows, from a number on, of an array, or of each device's part of it."""
 
     def run(stored: Array, first: Array) -> Array:

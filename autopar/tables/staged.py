@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from autopar.backends.devices import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.jax_types import Dtype, Index, Pytree
+from autopar.jax_types import Dtype, Index, Pytree, Sharding
 from autopar.launch.group import everyone
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied, require_dtype
 
@@ -25,7 +24,7 @@ class StagePart:
     """A leaf of a pipeline's state, or some of its layers, on one stage."""
 
     ranks: tuple[int, ...]  #: Where stages are on several processes, those that hold it; else none.
-    sharding: Any  #: On the devices of this process that do; None: there are none.
+    sharding: Sharding  #: On the devices of this process that do; None: there are none.
     #: The layers, which are rows of its first axis.
     start: int
     stop: int

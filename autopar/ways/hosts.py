@@ -138,7 +138,6 @@ class OnHosts(Way):
 def _checked(
     run: Callable[..., tuple[Program, ProgramPlan, str]], program: Program, bound: ProgramPlan
 ) -> tuple[Program, ProgramPlan, str]:
-    """Runs a pass and turns `NotLocal` into the user's error."""
     try:
         return run(program, bound)
     except NotLocal as error:

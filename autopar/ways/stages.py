@@ -211,7 +211,6 @@ class InStages(Way):
         )
 
     def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, ProgramPlan]:
-        """Returns the program after `split_update`, and its plan so far."""
         with paused_collection():
             bound, _ = decide(analysed, self, measured)
             program, bound, _ = run_passes(self._updated_once(bound), analysed.program, bound)
@@ -291,7 +290,6 @@ class InStages(Way):
 
 
 def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
-    """Returns what runs each stage: one device, or all devices of the tensor axis."""
     rows = devices.mesh.devices
     if devices.tensor_axis is not None:
         rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)

@@ -36,7 +36,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Progra
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.segments import ExchangeSegment, ProgramSegment
-from autopar.jax_types import Dtype, Index, Leaf
+from autopar.jax_types import Array, Dtype, Index, Leaf
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, RequestedPart, distinct_rows, number_dtype
@@ -91,8 +91,8 @@ class RunningStep:
     values: dict[Atom, Leaf]
     routes: dict[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
-    beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Any]]]] = field(default_factory=list)
+    reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Array]]] = field(default_factory=dict)
+    beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Array]]]] = field(default_factory=list)
     bags: dict[tuple[Atom, ...], RequestedBags] = field(default_factory=dict)
     lagging: frozenset[HostRows] = frozenset()
     is_first: bool = False
@@ -263,7 +263,7 @@ class SegmentedProgram:
         block = dataclasses.replace(block, outputs=tuple(outputs))
         given, returned = ([self._placements.get(v, EACH) for v in of] for of in (names, outputs))
 
-        def compiled_now() -> Callable[..., Sequence[Any]]:
+        def compiled_now() -> Callable[..., Sequence[Array]]:
             run = emit(block, host_backends(self._bound, view), view)
             return self._ranks.compile(run, segment.side, sorted(new), given, returned)
 

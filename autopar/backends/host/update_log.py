@@ -6,7 +6,6 @@ Each rank flushes its own shard, block by block; nothing travels.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +18,7 @@ from autopar.backends.segments import Entries, close
 from autopar.backends.update_log import AnyLog, LogPrograms, UpdateLog
 from autopar.errors import note_lost_rows
 from autopar.ir.program import Equation
-from autopar.jax_types import Leaf
+from autopar.jax_types import Array, Device, Leaf
 
 #: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
 _BLOCK_ELEMENTS, _SOME_ELEMENTS = 1 << 19, 1 << 15
@@ -33,7 +32,7 @@ class HostLogPrograms(LogPrograms):
       device: A device of this process that shares the host's memory; None: the default one.
     """
 
-    def __init__(self, flush: Equation, device: Any) -> None:
+    def __init__(self, flush: Equation, device: Device) -> None:
         deferred = deferred_of(flush)
         super().__init__(deferred, deferred.replay)
         self._device = device
@@ -110,7 +109,7 @@ class HostLogPrograms(LogPrograms):
         log: AnyLog,
         taken: np.ndarray,
         elements: int,
-        program: Callable[..., Sequence[Any]],
+        program: Callable[..., Sequence[Array]],
         steps: Sequence[Leaf],
     ) -> None:
         """Replaces rows and their stamps, so many elements of the widest leaf at a time, by what a program makes of

@@ -87,7 +87,6 @@ def _saved(program: Program, k: int, decided: Sequence[Decision], choices: Choic
 
 
 def _nbytes(table: TablePlan) -> int:
-    """Returns the bytes of a family in memory."""
     sizes = known(table.sizes)
     return sizes.extent * sizes.family_bytes
 

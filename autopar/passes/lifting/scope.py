@@ -19,7 +19,7 @@ from autopar.ir.program_plan import FamilyPlan
 from autopar.ir.rowspace import Free, Index, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import copied
 from autopar.ir.writer import Writer
-from autopar.jax_types import AnyType, Leaf
+from autopar.jax_types import Leaf, ValueType
 
 #: An import of a nested block: a dense value, a rewritten one ("new"), one at a family's rows, a route.
 Key = tuple[Any, ...]
@@ -293,7 +293,7 @@ class Scope(Writer):
     def rows_of(self, family: int) -> int:
         return self.lifting.families[family].bounds.rows
 
-    def at(self, type_: AnyType, axis: int, family: int) -> ArrayType:
+    def at(self, type_: ValueType, axis: int, family: int) -> ArrayType:
         return type_.resized(axis, self.rows_of(family))
 
     def route(self, family: int) -> Atom:
@@ -314,7 +314,7 @@ class Scope(Writer):
         """Returns an input for a rewritten value of the block around this one."""
         return self.import_(("new", atom), atom.type)
 
-    def import_(self, key: Key, type_: AnyType) -> Var:
+    def import_(self, key: Key, type_: ValueType) -> Var:
         """Returns an input of this nested block for an outer value, which `resolve` finds when the block is
         complete."""
         assert self.may_import, "the outermost block imports nothing"

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -176,7 +175,7 @@ class _Walk(LookupRewriter):
         for k, size in enumerate(layout.sizes):
             shape[layout.axis] = size
 
-            def access(part: Leaf, index: Index, updates: Leaf, k: int = k, to: Any = (*shape,)) -> Leaf:
+            def access(part: Leaf, index: Index, updates: Leaf, k: int = k, to: Sequence[int] = (*shape,)) -> Leaf:
                 own = layout.ids(index, column, is_clipped)[k]
                 return jax_compat.bind(equation.primitive, (jnp.broadcast_to(part, to), own, updates), params)[0]
 

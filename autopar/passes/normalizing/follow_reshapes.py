@@ -16,7 +16,6 @@ import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +170,7 @@ class _Walk(LookupRewriter):
             return [equation]
         windows, sizes = tuple(range(len(part) - len(axes))), [n for d, n in enumerate(part) if d not in axes]
 
-        def access(operand: Leaf, *rest: Any) -> Leaf:
+        def access(operand: Leaf, *rest: Leaf) -> Leaf:
             starts = rest[-len(part) :]
             starts = [jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in axes]
             index = jnp.concatenate([start[None] for start in starts])
@@ -210,7 +209,7 @@ class _Walk(LookupRewriter):
         is_last = joined is not None and joined.params["dimension"] == len(indices.shape) - 1
         parts = joined.inputs if joined is not None and is_last else (indices,)  # columns may depend on rows
 
-        def access(table: Leaf, *rest: Any) -> Leaf:
+        def access(table: Leaf, *rest: Leaf) -> Leaf:
             return accessed(equation, factors, picked, table, rest[: len(parts)], *rest[len(parts) :])
 
         return expand(access, equation, (view, *parts, *updates), None if updates else equation.outputs[0])
@@ -348,7 +347,7 @@ def _index(
     parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in picked.paired}
     is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
     ids: dict[int, Leaf] = {}
-    outside: list[Any] = []  # flags of ids that mean no row
+    outside: list[Leaf] = []  # flags of ids that mean no row
     for d, part in parts.items():
         part = part.reshape(*part.shape, *[1] * len(rows))
         left = jnp.clip(part, 0, shape[d] - 1)

@@ -104,7 +104,7 @@ class _Lookups(LookupRewriter):
             self.extents.add(table.shape[rows])
 
             def look(
-                table: Leaf, ids: Leaf, one_hot: Any = one_hot, rows: int = rows, k: int = k, dtype: Dtype = dtype
+                table: Leaf, ids: Leaf, one_hot: OneHot = one_hot, rows: int = rows, k: int = k, dtype: Dtype = dtype
             ) -> Leaf:
                 ids = one_hot.expanded(ids)
                 start = ids.ndim if k == 0 else 0  # the axes of the left operand lead in the result
@@ -142,7 +142,7 @@ class _Transposes(Rewriter):
             dtype = equation.outputs[0].dtype
 
             def push(
-                grad: Any, ids: Leaf, hot: Any = one_hot, order: Any = order, k: int = k, dtype: Dtype = dtype
+                grad: Leaf, ids: Leaf, hot: Any = one_hot, order: Any = order, k: int = k, dtype: Dtype = dtype
             ) -> Leaf:
                 ids = hot.expanded(ids)
                 rest = [d for d in range(grad.ndim) if d not in order]

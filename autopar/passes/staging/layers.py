@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
+from jax.extend.core import Primitive
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED
@@ -220,7 +221,7 @@ class _Cutter:
             self._sliced[key] = _Pieces(axis, ends, parts, frozenset())
         return self._sliced[key]
 
-    def _write(self, op: str, primitive: Any, inputs: tuple[Atom, ...], output: Var, **params: Any) -> None:
+    def _write(self, op: str, primitive: Primitive, inputs: tuple[Atom, ...], output: Var, **params: object) -> None:
         self.equations.append(Equation(op, inputs, (output,), params, primitive=primitive))
 
     def _spoil(self, equation: Equation, values: Iterable[_Pieces]) -> None:

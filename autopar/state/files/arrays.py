@@ -176,7 +176,6 @@ class RowFiles:
 
 
 def _run(numbers: np.ndarray) -> Index:
-    """Returns equally spaced numbers as a slice, which is read without looking each one up."""
     if numbers.size == 1:
         return slice(int(numbers[0]), int(numbers[0]) + 1)
     step = int(numbers[1]) - int(numbers[0])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from autopar.errors import CheckpointError
+from autopar.jax_types import Json
 from autopar.launch.group import go_on
 
 S = TypeVar("S")
@@ -132,10 +133,10 @@ class ObjectPath(os.PathLike[str]):
     def remove_below(self) -> None:
         self._below(lambda store: store.delete_range(require_tensorstore().KvStore.KeyRange()))
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> dict[str, Json]:
         """Returns TensorStore's key-value store of all objects below this name. TensorStore reads the environment's
         credentials; Amazon's variables for other endpoints are read here."""
-        spec: dict[str, Any] = {"driver": _DRIVERS[self.scheme], "bucket": self.bucket, "path": self._prefix}
+        spec: dict[str, Json] = {"driver": _DRIVERS[self.scheme], "bucket": self.bucket, "path": self._prefix}
         if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # don't look for files of credentials
             spec["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -207,7 +208,7 @@ def mapped(path: Location, work: Callable[[S], T], items: Iterable[S], doing: st
         pool.shutdown(cancel_futures=True)
 
 
-def kvstore_of(path: Location) -> dict[str, Any]:
+def kvstore_of(path: Location) -> dict[str, Json]:
     """Returns TensorStore's key-value store of a directory."""
     if isinstance(path, Path):
         return {"driver": "file", "path": f"{path}/"}

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -21,12 +21,12 @@ import numpy as np
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.ir.typed_json import from_json
-from autopar.jax_types import Leaf, Pytree
+from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.group import go_on
 from autopar.state.files.folder import OLDER, POINTER
 from autopar.state.files.locations import Location, blocks, flush, last_bytes, mapped, named, write_file
 
-Node = dict[str, Any]
+Node = dict[str, Json]
 
 
 def describe_tree(tree: Pytree, numbers: Iterator[int] | None = None) -> Node:
@@ -152,7 +152,7 @@ class Manifest:
     #: The state's structure (`describe_tree`), and its leaves in order.
     structure: Node
     leaves: tuple[LeafRecord, ...]
-    position: Mapping[str, Any] | None  #: The user's position in the data.
+    position: Mapping[str, Json] | None  #: The user's position in the data.
     ranks: int  #: Number of ranks that wrote it.
     dense: tuple[FileRecord, ...]  #: The files of ordinary arrays.
     autopar: str
