@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from autopar.backends.across import local
 from autopar.cost.exchange import host_terms
 from autopar.ir.plan import Plan
 from autopar.mpi.bags import BagIds, add_up, ask_bags, spread
 from autopar.mpi.machines import LeaderExchange, connect, exchange
 from autopar.mpi.world import World
-from autopar.passes.choosing import alike
+from autopar.passes.choosing import alike, families
 
 HOSTS = ("ps", "hosts")
 RANK, RANKS = jax.process_index(), jax.process_count()
@@ -197,6 +198,21 @@ def check_bytes() -> None:
     assert terms["send sums"] == terms["send cotangents"] == len(others) * EXAMPLES // RANKS * 4 * 8
     assert sent["rows"] <= terms["send sums"] and table.sent["ps on hosts"] == sum(terms.values())
     assert f"{EXAMPLES // RANKS} bags" in str(autopar.explain(step))
+
+
+@mock.patch.object(families, "_BAGS_PAY", (1, 1))
+def check_on_devices() -> None:
+    """On the devices of all ranks; one batch exceeds a capacity."""
+    forms, tx = {name: BAGS[name] for name in ("masked mean", "weights")}, optax.adagrad(0.3)
+    one_row = {**batch_of(5), "ids": np.full((EXAMPLES, LENGTH), ROWS - 1, np.int32)}
+    step = step_of(forms, tx)
+    planned, plain = autopar.parallelize(step, strategy={"params/tables/*": "ps"}, donate=False), jax.jit(step)
+    mine = theirs = start(forms, tx, (3, 4))
+    for batch in (batch_of(0), one_row, batch_of(1)):
+        (mine, told), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
+        _compare(jax.tree.map(local, autopar.materialize((mine, told))), (theirs, wanted))
+    assert pooled(planned.plan) == set(forms)
+    assert autopar.check(planned, mine, batch_of(2)).ok
 
 
 def check_bags_of_several_machines() -> None:
