@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.ir.layout import RowLayout
@@ -32,6 +32,12 @@ class FamilyPlan:
     family: int
     table: TablePlan
     bounds: Bounds
+    stacked: tuple[TablePlan, ...] = ()  #: The plans of a stack's tables (`ir.stacked`); `table` is the first one.
+
+    def members(self) -> Iterator[tuple[TablePlan, frozenset[str]]]:
+        """Yields the plan of each table, or of the stack's, and the paths of its leaves."""
+        for table in self.stacked or (self.table,):
+            yield table, frozenset((table.path, *table.slots))
 
     @property
     def on_hosts(self) -> bool:

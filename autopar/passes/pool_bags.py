@@ -42,8 +42,10 @@ def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPla
         if not planned.table.pooled or not (planned.on_hosts or planned.bounds.bag_ids):
             continue
         try:
-            block = _Pooling(block, planned, 0 if planned.on_hosts else bound.devices).run()
-            pooled += 1
+            pooling = _Pooling(block, planned, 0 if planned.on_hosts else bound.devices)
+            block, pooled = pooling.run(), pooled + 1
+            if planned.stacked and not planned.on_hosts:
+                bound = _with_room(bound, planned, bound.devices * pooling.slots)
         except _Apart as error:
             bound = _by_rows(bound, planned, str(error))
     return replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
@@ -57,8 +59,25 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
         reason_ = f"{table.reason}; but its rows travel: {reason}"
         return replace(table, sizes=sizes, sent=sent_bytes(sizes, table.where), reason=reason_)
 
-    others = {path for f in bound.families if f is not planned for path in (f.table.path, *f.table.slots)}
-    tables = (changed(t) if t.pooled and t.path not in others else t for t in bound.plan.tables)
+    own = frozenset().union(*(paths for _, paths in planned.members()))
+    tables = (changed(t) if t.pooled and t.path in own else t for t in bound.plan.tables)
+    return bound.noting(tables=tuple(tables))
+
+
+def _with_room(bound: ProgramPlan, planned: FamilyPlan, bag_ids: int) -> ProgramPlan:
+    """Returns the plan in which a stack's messages have room for `bag_ids` ids: more than for its tables' own if an id
+    of one is in more bags than one of another."""
+    each = [(known(table.sizes).bag_ids, paths) for table, paths in planned.members()]
+    before, total, shares = 0, sum(count for count, _ in each), dict[str, int]()
+    for count, paths in each:
+        start, before = before, before + count
+        shares |= dict.fromkeys(paths, before * bag_ids // total - start * bag_ids // total)
+
+    def changed(table: TablePlan) -> TablePlan:
+        sizes = replace(known(table.sizes), bag_ids=shares[table.path])
+        return replace(table, sizes=sizes, sent=sent_bytes(sizes, table.where))
+
+    tables = (changed(t) if t.pooled and t.path in shares else t for t in bound.plan.tables)
     return bound.noting(tables=tuple(tables))
 
 
@@ -76,6 +95,7 @@ class _Pooling:
     operands: list[Atom] = field(default_factory=list)  #: Of all sets; on devices, what an owner was told.
     written: list[Equation] = field(default_factory=list)
     made: dict[Hashable, Atom] = field(default_factory=dict)  #: Key -> a value of ids that is computed once.
+    slots: int = 0  #: On devices, ids that a message has room for.
 
     def run(self) -> Block:
         """Returns the rewritten block. Raises _Apart if it can't be."""
@@ -172,7 +192,7 @@ class _Pooling:
         (rows, route), sums = fetch.inputs, [pair.sums for pair in pairs]
         placed = sum(one.count * one.length for one in sums)
         bounds = self.planned.bounds
-        slots = min(most_uses(sums) * known(bounds.bag_ids), placed)
+        self.slots = slots = min(most_uses(sums) * known(bounds.bag_ids), placed)
         if slots < placed and not bounds.tight:  # no program follows that has more
             raise _Apart("messages haven't room for all of their ids")
         types = [ArrayType((self.devices * slots,), np.dtype(np.int32))] * 3

@@ -163,7 +163,7 @@ def plan_stacked(
             space = program.facts.space_of(numbers[old.leaves[0]])
             if space is None or space.refusal or space.deferred != old.deferred or len(space.leaves) != len(old.leaves):
                 return None
-            table, bounds = planned.table, planned.bounds
+            table, bounds, own = planned.table, planned.bounds, list[FamilyPlan]()
             if planned.family in members:
                 own, ids = [plans[family] for family in members[planned.family]], program.ids[space.family]
                 table = replace(table, log_steps=max(f.table.log_steps for f in own))
@@ -171,7 +171,7 @@ def plan_stacked(
                     bounds = host_bounds(space, ids, plan.devices)
                 else:
                     bounds = joined([f.bounds for f in own], space, ids, plan.devices)
-            made.append(FamilyPlan(space.family, table, bounds))
+            made.append(FamilyPlan(space.family, table, bounds, tuple(f.table for f in own)))
         return made
 
     families, fallback = followed(plan.families), followed(plan.fallback)

@@ -90,6 +90,14 @@ def test_stacked_tables_with_rows_that_wait() -> None:
 
 
 @WITH_FALLBACKS
+def test_a_stack_in_which_ids_of_one_table_are_in_two_bags() -> None:
+    """Messages have room for each id as often as for that table's, which the plan says (`compare`)."""
+    forms = {**dict.fromkeys("abc", BAGS["sum"]), "d": BAGS["two sums"]}
+    step = compare(forms, optax.sgd(0.1), (8,))
+    assert stacks(step) == [4] and pooled(step.plan) == set(forms)
+
+
+@WITH_FALLBACKS
 def test_rows_of_a_stack_travel_where_its_bags_are_not_found() -> None:
     """Parts of bags, whose gradients a stack selects: the bags found are of single rows, each a message to all."""
     step = compare(dict.fromkeys("abcd", BAGS["halves"]), optax.sgd(0.1), (8,))
