@@ -29,7 +29,7 @@ from autopar import jax_compat
 from autopar.backends.clients import Clients, checked_servers
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
-from autopar.ir.balance import balanced
+from autopar.ir.served import balanced
 from autopar.jax_types import Array, Dtype, Leaf, Pytree, Sent
 from autopar.launch.group import everyone
 from autopar.measure.cluster import reductions_here

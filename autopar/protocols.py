@@ -1,6 +1,6 @@
 """Protocols of `autopar.sync`, without IO: what a client asks of servers in a step, and what servers count.
 
-A client's step is a generator of what it wants next. Its driver knows what that takes: MPI (`servers.exchanges`), a
+A client's step is a generator of what it wants next. Its driver knows what that takes: MPI (`servers.sessions`), a
 recorded timeline (`planning.replay_clients`), or a clock (`cost.client_times`).
 """
 

@@ -14,8 +14,8 @@ from typing import Literal
 from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.primitives import IDENTITIES
 from autopar.ir import program
+from autopar.ir.local import ExchangeSegment, ProgramSegment
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, RouteType, Var, family_of
-from autopar.ir.segments import ExchangeSegment, ProgramSegment
 
 _SUMS = frozenset({"add", "add_any", "sub", "dynamic_update_slice"})
 _KEEP = IDENTITIES | frozenset(

@@ -13,7 +13,7 @@ from autopar.launch.group import everyone
 from autopar.mpi.service import Handler
 from autopar.servers.link import Link
 from autopar.servers.messages import Spec
-from autopar.servers.session import leave_sessions
+from autopar.servers.sessions import leave_sessions
 
 
 class BatchesOnDemand(Batches):

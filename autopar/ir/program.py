@@ -23,10 +23,9 @@ from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf, Params, ValueType
 
 if TYPE_CHECKING:  # they are made of programs
-    from autopar.ir.local import LocalFacts, OncePerRow
+    from autopar.ir.local import LocalFacts, OncePerRow, Segments
     from autopar.ir.pipeline import StagedStep
     from autopar.ir.rowspace import Refusal, RowFacts, RowIds
-    from autopar.ir.segments import Segments
     from autopar.ir.served import ServedStep
     from autopar.ir.stacked import StackIndex
     from autopar.ir.trace import Origin

@@ -35,9 +35,8 @@ from autopar.ir.strategy import (
     with_hosts,
     without_hosts,
 )
-from autopar.passes.choosing.alike import FEWEST, alike_tables, without_small
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
-from autopar.passes.choosing.owners import with_owners
+from autopar.passes.choosing.together import FEWEST, alike_tables, with_owners, without_small
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:

@@ -22,8 +22,7 @@ from autopar.analysis.values import Numbering
 from autopar.ir.program import Atom, Block, Equation, Program, Var, count_equations
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.normalizing.batch_indices import batch_indices
-from autopar.passes.normalizing.follow_joins import follow_joins, join_pads
-from autopar.passes.normalizing.follow_reshapes import follow_reshapes
+from autopar.passes.normalizing.follow_lookups import follow_joins, follow_reshapes, join_pads
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
 from autopar.passes.normalizing.sink_sums import sink_sums
 from autopar.passes.rewriting import Rewriter

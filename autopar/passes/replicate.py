@@ -10,12 +10,12 @@ from autopar import jax_compat
 from autopar.analysis.flow import dependent
 from autopar.analysis.local import whole_operands_once
 from autopar.errors import PlanError, StrategyError
-from autopar.ir.balance import balanced, center_shares
 from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan, SyncPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Row, Same
+from autopar.ir.served import balanced, center_shares
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.sync import Elastic, Replicated
 

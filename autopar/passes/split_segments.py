@@ -15,9 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.analysis.work import equation_work
-from autopar.ir.local import NotLocal
+from autopar.ir.local import ExchangeSegment, NotLocal, ProgramSegment, Segments, Side
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
-from autopar.ir.segments import ExchangeSegment, ProgramSegment, Segments, Side
 from autopar.ir.slicing import clone, eliminate_dead
 
 #: Operations between compiled programs, in their order within one level.

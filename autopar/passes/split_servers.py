@@ -23,13 +23,12 @@ from autopar.analysis.local import Followed, follow_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.rules import ALIGNED
 from autopar.errors import StrategyError
-from autopar.ir.balance import balanced_pieces
 from autopar.ir.local import NotLocal
 from autopar.ir.operations import split
 from autopar.ir.plan import ServedPlan, ServerPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.served import KeptIndex, Piece, ServedStep, ServerPart
+from autopar.ir.served import KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
 from autopar.ir.slicing import clone, eliminate_dead, free_values, nearest_line, needed_equations
 from autopar.ir.writer import expand
 from autopar.sync import Async

@@ -37,8 +37,8 @@ from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackSh
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
 from autopar.passes.choose import input_placements
-from autopar.passes.choosing.alike import FEWEST, ROWWISE, Member, alike_tables, kind_of
 from autopar.passes.choosing.capacity import host_bounds, joined
+from autopar.passes.choosing.together import FEWEST, ROWWISE, Member, alike_tables, kind_of
 
 A = TypeVar("A", bound=Atom)
 

@@ -20,7 +20,7 @@ from autopar.jax_types import Leaf
 from autopar.measure.alpha import ids_by_family
 from autopar.passes.choosing.capacity import bounds_layout, device_ids, owner_loads
 from autopar.passes.choosing.families import after_the_sum
-from autopar.passes.choosing.owners import owner_work
+from autopar.passes.choosing.together import owner_work
 from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction

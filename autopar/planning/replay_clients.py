@@ -30,9 +30,9 @@ from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.replicas import TouchedRows, Weights, fragments_of
 from autopar.run.step import ParallelStep
 from autopar.servers.center import Center, Neighbor
-from autopar.servers.exchanges import CenterEnd, CenterParts, End, message
 from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.server import on_host, served, state_of
+from autopar.servers.sessions import CenterEnd, CenterParts, End, message
 from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
 from autopar.tables.kinds import copied, materialize

@@ -25,9 +25,9 @@ from autopar.cost.client_times import (
 from autopar.cost.collectives import all_reduce_s
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
-from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.served import center_shares
 from autopar.ir.strategy import Method
 from autopar.ir.topology import Everyone
 from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes

@@ -12,8 +12,8 @@ from autopar.backends.host.ranks import Ranks
 from autopar.cost.exchange import host_terms
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import format_bytes
+from autopar.ir.local import ExchangeSegment
 from autopar.ir.program import family_of, known
-from autopar.ir.segments import ExchangeSegment
 from autopar.ir.strategy import HOSTED, OPTIMIZATIONS, choice_for, is_on
 from autopar.jax_types import Leaf
 from autopar.launch.group import everyone

@@ -21,7 +21,7 @@ from autopar.jax_types import Array, Leaf, Pytree
 from autopar.protocols import Send, Want, ring_step
 from autopar.run.replicas import ReplicaRunner, TouchedRows, Weights
 from autopar.servers.center import NeighborSpec
-from autopar.servers.exchanges import CenterSession, End, ExchangeSession, RingSession, pulled
+from autopar.servers.sessions import CenterSession, End, ExchangeSession, RingSession, pulled
 from autopar.sync import Elastic
 from autopar.tables.kinds import copied
 from autopar.tables.replica import OnItsWay, Replica, Replicas, Rows, moved

@@ -21,7 +21,7 @@ from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.run.kept_placements import KeptPlacements
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.step import ParallelStep
-from autopar.servers.session import Session
+from autopar.servers.sessions import Session
 from autopar.sync import Async
 from autopar.tables.kinds import is_table, materialize
 from autopar.tables.served import ServedLeaf, session_of

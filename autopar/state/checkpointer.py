@@ -48,12 +48,10 @@ from autopar.launch.group import Group, everyone, go_on
 from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.step import MethodStep, ParallelStep
-from autopar.state.checkpoint import restore, template_of
+from autopar.state.checkpoint import PendingSave, Written, restore, template_of
 from autopar.state.files.arrays import require_location
-from autopar.state.files.folder import POINTER, Folder
-from autopar.state.files.locations import Location, location_of, named, put, remove_all
+from autopar.state.files.locations import POINTER, Folder, Location, location_of, named, put, remove_all
 from autopar.state.init import init
-from autopar.state.saving import PendingSave, Written
 
 #: Signals, and the handlers that they have where nobody set one.
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}

@@ -16,8 +16,7 @@ from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
 from autopar.ir.plan import FragmentIndex
 from autopar.jax_types import Array, Json, Leaf, Pytree
-from autopar.servers.exchanges import CenterSession, RingSession
-from autopar.servers.session import Session
+from autopar.servers.sessions import CenterSession, RingSession, Session
 from autopar.tables.kinds import materialize
 from autopar.tables.leaf import StandingLeaf, TableLeaf
 from autopar.tables.served import ServedLeaf, session_of

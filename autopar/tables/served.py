@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from autopar import jax_compat
 from autopar.errors import DonatedStateError, donated
 from autopar.jax_types import Leaf
-from autopar.servers.session import Session
+from autopar.servers.sessions import Session
 from autopar.tables.leaf import StandingLeaf
 
 

@@ -16,8 +16,8 @@ import pytest
 import autopar
 from autopar import HostTable
 from autopar.backends.host.segmented import awaited_fetches
+from autopar.ir.local import ExchangeSegment, ProgramSegment
 from autopar.ir.program import ArrayType, Block, Equation, Var
-from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.planning.verify import compare_runs
 from tests.support.explained import explained
 from tests.support.settings import set_machine

@@ -25,7 +25,7 @@ from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
 from autopar.backends.gloo import uses_gloo
 from autopar.backends.host.view import RankDevice, RankView
-from autopar.ir.segments import Side
+from autopar.ir.local import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
 from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread

@@ -30,12 +30,11 @@ from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.protocol import reduce_some
 from autopar.ir.layout import RowLayout
-from autopar.ir.local import BagSet, Spread
+from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Spread
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
-from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.jax_types import Array, Dtype, Index, Leaf
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned

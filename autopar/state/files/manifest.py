@@ -23,8 +23,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.typed_json import from_json
 from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.group import go_on
-from autopar.state.files.folder import OLDER, POINTER
-from autopar.state.files.locations import Location, blocks, flush, last_bytes, mapped, named, write_file
+from autopar.state.files.locations import OLDER, POINTER, Location, blocks, flush, last_bytes, mapped, named, write_file
 
 Node = dict[str, Json]
 

@@ -21,14 +21,14 @@ from autopar.ir.plan import Plan
 from autopar.mpi.bags import BagIds, add_up, ask_bags, spread
 from autopar.mpi.machines import LeaderExchange, connect, exchange
 from autopar.mpi.world import World
-from autopar.passes.choosing import alike, families
+from autopar.passes.choosing import families, together
 
 HOSTS = ("ps", "hosts")
 RANK, RANKS = jax.process_index(), jax.process_count()
 EXAMPLES, LENGTH, ROWS = 12, 10, 200
 
 #: Owners add up whatever saves a byte.
-SMALL_PAY = mock.patch.object(alike, "LEAST_SAVED", 0)
+SMALL_PAY = mock.patch.object(together, "LEAST_SAVED", 0)
 
 Batch = Mapping[str, Any]
 Form = Callable[[jax.Array, Batch], jax.Array]

@@ -24,7 +24,7 @@ import numpy as np
 
 import autopar
 from autopar.mpi.world import world
-from autopar.state import saving
+from autopar.state import checkpoint
 
 ROWS, WIDTH, BATCH = 101, 3, 12
 #: Steps from a start on in which a rank may be killed by chance.
@@ -66,7 +66,7 @@ class Death:
 
     def wait_in_saving(self) -> None:
         """Be called where a save is."""
-        write_rows, replace = saving.write_rows, os.replace
+        write_rows, replace = checkpoint.write_rows, os.replace
 
         def write(version: Path, *args: Any) -> Any:
             written = write_rows(version, *args)
@@ -80,7 +80,7 @@ class Death:
             replace(old, new)
             self.comes("clean")
 
-        saving.write_rows, os.replace = write, put
+        checkpoint.write_rows, os.replace = write, put
 
 
 class RandomDeath(Death):

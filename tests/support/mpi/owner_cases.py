@@ -16,14 +16,14 @@ import numpy as np
 import optax
 
 from autopar.mpi.machines import exchange
-from autopar.passes.choosing import owners
+from autopar.passes.choosing import together
 from tests.support import many_tables, stacked_tables
 from tests.support.mpi.bag_cases import BAGS, EXAMPLES, SMALL_PAY, _agrees, batch_of, pooled, start, step_of
 
 RANK, RANKS = jax.process_index(), jax.process_count()
 WHOLE, SPREAD = ("ps:table", "hosts"), ("ps", "hosts")
 #: Ranks' work may differ.
-ANY_WORK = mock.patch.object(owners, "_MOST_WORK", RANKS)
+ANY_WORK = mock.patch.object(together, "_MOST_WORK", RANKS)
 
 
 def _owners(state: Any) -> list[int | None]:
@@ -67,7 +67,7 @@ def check_bags_of_whole_tables() -> None:
     tx = optax.sgd(0.3, momentum=0.9)
     planned, state = _agrees(forms, tx, (8,))
     assert pooled(planned.plan) == set(forms) and (RANKS == 1 or None not in _owners(state))
-    with mock.patch.object(owners, "_saved", lambda *of: 0):
+    with mock.patch.object(together, "_saved", lambda *of: 0):
         spread, theirs = _agrees(forms, tx, (8,))
     assert pooled(spread.plan) == set(forms) and {*_owners(theirs)} == {None}
     before = dict(exchange().sent_bytes)

@@ -18,8 +18,8 @@ import pytest
 import autopar
 from autopar.backends.across import local
 from autopar.launch.group import everyone
-from autopar.servers.exchanges import CenterSession
 from autopar.servers.messages import Push
+from autopar.servers.sessions import CenterSession
 from autopar.sync import Async, Elastic
 from tests.support.mpi.replica_task import (
     FOLDER,

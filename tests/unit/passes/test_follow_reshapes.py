@@ -16,7 +16,7 @@ from autopar.backends.emit import emit
 from autopar.ir.program import Block, Input, Program
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.trace import block_of
-from autopar.passes.normalizing.follow_reshapes import follow_reshapes
+from autopar.passes.normalizing.follow_lookups import follow_reshapes
 
 #: Shapes of tables, and the shapes that they are given.
 SHAPES = [

@@ -14,7 +14,7 @@ from autopar.backends.emit import emit
 from autopar.ir.program import Input, Program
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.trace import block_of
-from autopar.passes.normalizing.follow_joins import join_pads
+from autopar.passes.normalizing.follow_lookups import join_pads
 
 N = 6
 X = np.random.default_rng(0).normal(size=(3, N, N)).astype(np.float32)

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from autopar.compile import analyze_program, compile_program
+from autopar.ir.local import ExchangeSegment, ProgramSegment
 from autopar.ir.operations import OPERATIONS
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
-from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.ir.verifier import verify_program
 from autopar.ways.table import way_of
 from tests.support.programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros

@@ -20,7 +20,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import known
 from autopar.ir.stacked import StackShape
-from autopar.passes.choosing import alike
+from autopar.passes.choosing import together
 from tests.support.mpi.bag_cases import BAGS, OTHERS, batch_of, start, step_of
 
 LINK = Link(1e-5, 1e10)
@@ -29,7 +29,7 @@ SPREADS, WHOLE = {"params/tables/*": ("ps", "hosts")}, ("ps:table", "hosts")
 
 @pytest.fixture(autouse=True)
 def small_tables_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "LEAST_SAVED", 0)
+    monkeypatch.setattr(together, "LEAST_SAVED", 0)
 
 
 def case(strategy: Any, count: int, rows: Sequence[int] = (), form: str = "sum") -> tuple[Any, Any, Any]:

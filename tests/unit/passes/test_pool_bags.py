@@ -16,7 +16,7 @@ from autopar.ir.cluster import ClusterSpec, Device, Link
 from autopar.ir.figures import Sizes
 from autopar.ir.program import known
 from autopar.passes import pool_bags
-from autopar.passes.choosing import alike
+from autopar.passes.choosing import together
 from autopar.planning.plan import elsewhere
 from autopar.run.planned_step import PlannedStep
 from tests.support.mpi.bag_cases import BAGS, HOSTS, OTHERS, ROWS, Form, batch_of, pooled, start, step_of
@@ -26,7 +26,7 @@ LINK = Link(1e-5, 1e10)
 
 @pytest.fixture(autouse=True)
 def small_tables_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "LEAST_SAVED", 0)
+    monkeypatch.setattr(together, "LEAST_SAVED", 0)
 
 
 def planned_for(ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, seed: int = 0) -> PlannedStep:
@@ -56,7 +56,7 @@ def test_bags_are_found_in_all_forms(stacked: bool) -> None:
 def test_rows_travel_where_that_sends_less() -> None:
     """More ranks have more partial sums, and those that don't divide the examples cut bags apart."""
     forms = {"sum": BAGS["sum"], "two sums": BAGS["two sums"]}
-    with mock.patch.object(alike, "LEAST_SAVED", 1 << 16):  # too little for two more messages
+    with mock.patch.object(together, "LEAST_SAVED", 1 << 16):  # too little for two more messages
         assert not pooled(planned_for(2, forms, (8, 9)).compiled.plan)
     assert [pooled(planned_for(n, forms, (8, 9)).compiled.plan) for n in (1, 2, 4, 5, 12)] == [
         set(),
@@ -78,7 +78,7 @@ def test_bags_of_tables_that_are_exchanged_as_one_pay_together(monkeypatch: pyte
     spread = [dataclasses.replace(known(t.sizes), whole=False) for t in alone]
     saved = min(_sent(sizes.by_rows()) - _sent(sizes) for sizes in spread)
     for least, widths, pays in ((saved, range(8, 14), True), (3 * saved, range(8, 14), False), (3 * saved, (8,), True)):
-        monkeypatch.setattr(alike, "LEAST_SAVED", least)
+        monkeypatch.setattr(together, "LEAST_SAVED", least)
         assert pooled(planned_for(2, forms, widths).compiled.plan) == (set(forms) if pays else set())
 
 

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.backends.served import ServedPrograms, one_worker
-from autopar.ir import balance
+from autopar.ir import served as ir_served
 from autopar.ir.served import ServedStep
 from autopar.ways import servers
 from tests.support.served import compiled
@@ -134,8 +134,8 @@ BY_COLUMNS |= {(name, kind) for name in ("sgd", "adagrad") for kind in ("contras
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_one_worker_does_the_step(name: str, kind: str, cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if cut:
-        monkeypatch.setattr(balance, "LEAST_CUT_BYTES", 0)
-        monkeypatch.setattr(balance, "UNEVEN", 0)  # all that can be
+        monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 0)
+        monkeypatch.setattr(ir_served, "UNEVEN", 0)  # all that can be
     with jax_compat.enable_x64():
         step = step_of(OPTIMIZERS[name], kind)
         theirs = start(OPTIMIZERS[name])

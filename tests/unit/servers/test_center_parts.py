@@ -13,9 +13,9 @@ import pytest
 
 import autopar
 from autopar.cost.client_times import Served
-from autopar.ir.balance import center_shares
+from autopar.ir.served import center_shares
 from autopar.planning import simulate_clients
-from autopar.servers.exchanges import CenterParts
+from autopar.servers.sessions import CenterParts
 from autopar.sync import Elastic
 from tests.unit.planning.test_simulate_clients import CHALK, by_rows
 

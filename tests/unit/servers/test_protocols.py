@@ -14,8 +14,8 @@ from autopar.ir.topology import Ring
 from autopar.planning.replay_clients import Messages, RecordedOrder, run_clients
 from autopar.protocols import Receive, Send, Want
 from autopar.servers.center import Center, Neighbor
-from autopar.servers.exchanges import message
 from autopar.servers.messages import Message
+from autopar.servers.sessions import message
 from autopar.servers.timeline import Timeline
 from tests.unit.cost.test_clients import machines
 from tests.unit.servers.test_ring import events_of

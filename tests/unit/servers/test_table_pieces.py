@@ -15,7 +15,7 @@ import pytest
 
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
-from autopar.ir import balance
+from autopar.ir import served as ir_served
 from autopar.planning.notes import server_notes
 from autopar.planning.replay_clients import ChooseMessage, LocalJob
 from autopar.servers.messages import Message
@@ -149,7 +149,7 @@ def in_turns(servers: int) -> ChooseMessage:
 @pytest.mark.parametrize("name", CASES)
 def test_columns_have_the_bits_of_whole_tables(name: str, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    monkeypatch.setattr(balance, "LEAST_CUT_BYTES", 1024)
+    monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 1024)
     cut = known(case, servers)
     served, plan = cut.program.served, cut.plan.served
     assert plan is not None and "table" in plan.by_rows[0]
@@ -161,7 +161,7 @@ def test_columns_have_the_bits_of_whole_tables(name: str, servers: int, monkeypa
     assert max(kept) <= max(most, 1.1 / len(kept)) * sum(kept), kept
     assert all(piece.axis != case.shape.index(ROWS) for piece in served.pieces.values())
     state, losses = trained(case, cut, len(plan.servers))
-    monkeypatch.setattr(balance, "LEAST_CUT_BYTES", 1 << 40)
+    monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 1 << 40)
     whole = known(case, servers)
     assert not whole.program.served.pieces
     theirs, their_losses = trained(case, whole, len(whole.plan.served.servers))

@@ -24,7 +24,7 @@ from autopar import jax_compat
 from autopar.backends.host.storage import HostRows
 from autopar.ir.layout import RowLayout
 from autopar.launch.progress import PROGRESS
-from autopar.state import checkpoint, saving
+from autopar.state import checkpoint
 from autopar.state.files import arrays
 from autopar.state.files.arrays import RowFiles, array_name, write_rows
 from autopar.state.files.manifest import LeafRecord
@@ -142,7 +142,7 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
         np.testing.assert_array_equal(read.part((slice(0, 1), slice(1, 2))), table[:1, 1:])
 
 
-WRITERS = ((saving, "write_dense"), (saving, "write_rows"), (arrays, "_open"))
+WRITERS = ((checkpoint, "write_dense"), (checkpoint, "write_rows"), (arrays, "_open"))
 
 
 def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(

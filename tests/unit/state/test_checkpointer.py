@@ -247,9 +247,9 @@ def test_a_killed_process_leaves_whole_checkpoints(tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from autopar.state import saving
+        from autopar.state import checkpoint
         from tests.unit.state.test_checkpointer import planned, trained
-        real = saving.write_rows
+        real = checkpoint.write_rows
 
         def write(version, name, rows):
             found = real(version, name, rows)
@@ -257,7 +257,7 @@ def test_a_killed_process_leaves_whole_checkpoints(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        saving.write_rows = write
+        checkpoint.write_rows = write
         trained(Path(sys.argv[1]), planned(), 9, every=2)
     """
     job = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], env=os.environ)
