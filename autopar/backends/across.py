@@ -1,8 +1,8 @@
 """Places plain arrays on devices of several processes, and reads global arrays whole.
 
-A plain array (NumPy's, or one on devices of this process) is the same on every process of the mesh, by contract: each
-puts its own slices of it on its own devices, and nothing travels. Reading a global array whole is collective, unless
-every device has all of it.
+A *plain* array (NumPy's, or one on devices of this process) must be the same on every process of the mesh: each puts
+its own slices on its own devices, and nothing is sent. Reading a *global* array (with parts on other processes) whole
+is collective, unless it is replicated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autopar.launch.progress import PROGRESS, Progress
 
 
 def is_global(value: Leaf) -> bool:
-    """Returns whether the value is an array that has parts on other processes."""
+    """Returns whether a value is an array with parts on other processes."""
     return isinstance(value, jax.Array) and not jax_compat.is_tracer(value) and not value.is_fully_addressable
 
 
 def place_array(value: Leaf, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
-    """Works as `jax.device_put`, even if a process has only some of the devices. `own`: shares no memory with plain
-    values."""
+    """Works as `jax.device_put`, also on devices of several processes. `own`: the result shares no memory with a plain
+    value."""
     if is_global(value):
         with PROGRESS.during("moving an array", "waits"):
             return jax.device_put(value, sharding)
@@ -50,7 +50,7 @@ def place_array(value: Leaf, sharding: NamedSharding, *, own: bool = False) -> j
 
 
 def local(value: Leaf) -> Leaf:
-    """Returns the whole of a global array on a device of this process (collective), and other values unchanged."""
+    """Returns a global array whole on a device of this process (collective); any other value unchanged."""
     value = whole_everywhere(value)
     if not is_global(value):
         return value
@@ -61,10 +61,10 @@ def local(value: Leaf) -> Leaf:
 
 
 def whole_everywhere(value: Leaf) -> Leaf:
-    """Returns a global array replicated on every device, so that NumPy reads it on every process. Collective.
+    """Replicates a global array on every device, so that NumPy can read it on every process. Collective.
 
-    Other values stay unchanged. It takes the array's whole size on each device, or in the memory of each process if its
-    sharding isn't a `NamedSharding`.
+    Returns other values unchanged. Takes the array's whole size on each device, or in the memory of each process if its
+    sharding is no `NamedSharding`.
     """
     if not is_global(value) or value.is_fully_replicated:
         return value
@@ -83,11 +83,11 @@ def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
     return jit_on(cast(Mesh, sharding.mesh), lambda x: x, out_shardings=sharding)
 
 
-# --- programs for the devices of a mesh; the watchdog learns which processes wait for which ---
+# --- programs for the devices of a mesh ---
 #
-# Every program for the devices of a mesh is made here (`tests/unit/backends/test_watched.py` checks that), since a
-# process may wait in it: JAX runs programs while Python goes on, and blocks the caller wherever it reads a result, in
-# code that can't be marked.
+# All of them are made here (`tests/unit/backends/test_watched.py` checks that), as the watchdog must know whom a
+# process waits for: JAX runs a program while Python continues, and blocks wherever a result is read, in code that can't
+# be marked.
 
 
 def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the devices", **options: Any) -> Any:
@@ -104,11 +104,11 @@ def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the device
 
 
 class Watched:
-    """A program that several processes run together.
+    """A program that several processes run together, for the watchdog.
 
-    It is compiled separately first, which waits for nobody and may take its time. A call is a wait for the others: some
-    programs run within it, others go on after it. An extra result stays here, since the user's results may be gone
-    (their memory reused, or never read) while the program is still running.
+    It is compiled before the first call, as that waits for nobody and may take long. A call is marked as a wait for the
+    other processes. As programs may run on after it, an extra result shows whether one has finished: the user's results
+    may be donated, or never read.
     """
 
     def __init__(

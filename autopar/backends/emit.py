@@ -67,7 +67,7 @@ class _Emitter:
         self._backends = backends
         self._devices = devices
         self._microbatch = microbatch
-        # Each device has all rows of families without a backend; their routes are made of all devices' ids.
+        # For families without a backend: each device has all rows, and routes are made of all devices' ids.
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
@@ -95,8 +95,8 @@ class _Emitter:
             return [ROW_OPS[equation.op](equation.params, *operands)]
         if equation.op in REWRITTEN:
             return REWRITTEN[equation.op](equation.params, *operands)
-        # Operations of ours come first, then loops whose bodies a pass has changed; the rest is bound as it was traced.
-        op, devices = self._over(equation.op)
+        # Operations of ours, then control flow whose bodies a pass has changed; the rest is bound as it was traced.
+        op, devices = self._on_axis(equation.op)
         if op in _ON_DEVICES:
             assert devices is not None, "one device has everything"
             params = dict(equation.params)
@@ -117,8 +117,8 @@ class _Emitter:
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 
-    def _over(self, op: str) -> tuple[str, OwnPart | None]:
-        """Returns an operation's name over the data axis, and the devices of its axis, data or tensor."""
+    def _on_axis(self, op: str) -> tuple[str, OwnPart | None]:
+        """Returns an operation's name without its axis, and the devices of that axis, data or tensor."""
         if not op.startswith(_TENSOR):
             return op, self._devices
         assert self._devices is not None and self._devices.tensor_axis is not None, "products are divided"
@@ -165,42 +165,42 @@ class _Emitter:
         )
 
     def _shard_map(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        return of_whole_arrays(equation.params, self.block, list(map(jnp.asarray, operands)))
+        return shard_map_whole(equation.params, self.block, list(map(jnp.asarray, operands)))
 
     # --- where values are ---
 
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
         by = jnp.asarray(operands[equation.params["by"]])
-        ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
-        return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
+        is_safe = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
+        return jax.lax.cond(is_safe, as_it_is, sums_first, *map(jnp.asarray, operands))
 
     def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Runs the body on the first device alone; others return zeros, which change no sum.
+        """Runs the body on the first device alone; the others return zeros, which change no sum.
 
-        Along other axes of the mesh all devices have the first one's results.
+        Along the mesh's other axes all devices get the first one's results.
         """
-        _, devices = self._over(equation.op)
+        _, devices = self._on_axis(equation.op)
         assert devices is not None, "in the program of one device"
         mesh, axes = devices.mesh, devices.examples
         others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
 
-        def nothing(*_: Array) -> tuple[Array, ...]:
+        def zeros(*_: Array) -> tuple[Array, ...]:
             return tuple(jnp.full(v.shape, -0.0).astype(v.dtype) for v in equation.outputs)
 
         def run(*operands: Array) -> tuple[Array, ...]:
             return tuple(map(jnp.asarray, self.block(equation.bodies[0], operands)))
 
         is_first = functools.reduce(operator.and_, (jax.lax.axis_index(name) == 0 for name in (*axes, *others)))
-        results = jax.lax.cond(is_first, run, nothing, *map(jnp.asarray, operands))
+        results = jax.lax.cond(is_first, run, zeros, *map(jnp.asarray, operands))
         return [reduce_over("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
 
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Looks up rows by global numbers where this device has them, zeros elsewhere.
+        """Looks up rows by their global numbers: those of this device; zeros for others.
 
-        The first device has the fill value of numbers that are out of range.
+        For numbers that are out of range the first device returns the fill value.
         """
-        _, devices = self._over(equation.op)
+        _, devices = self._on_axis(equation.op)
         assert devices is not None, "in the program of one device"
         params, (part, index) = dict(equation.params), operands
         axis, size = params.pop("axis"), params.pop("size")
@@ -245,9 +245,9 @@ class _Emitter:
         return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Returns its operands: the log flushes by a separate program (`backends.update_log.UpdateLog.make_room`).
+        """Returns its operands: a separate program flushes the log (`backends.update_log.UpdateLog.make_room`).
 
-        A flush comes once in many steps, and would be half of what XLA compiles.
+        Flushes are rare, and would be half of what XLA compiles.
         """
         replay = deferred_of(equation).replay
         leaves, rest = operands[: len(replay.leaves)], operands[len(replay.leaves) :]
@@ -279,21 +279,21 @@ class _Emitter:
             needed = needed | jnp.any(backend.last_rows(a, axis) != backend.last_rows(b, axis))
         for value, (known, axis) in zip(named["constant"], p["constants"], strict=True):
             needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
-        # A predicate of the padding row may hide what the others do.
+        # A predicate on the padding row may differ from that on other rows.
         for value in (*named["frontier"], *named["finite"]):
             if jnp.issubdtype(jnp.asarray(value).dtype, np.inexact):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in named["nonzero"]:
             needed = needed | jnp.any(value == 0)
         for value in named["first"]:
-            needed = needed | _rarely(value)
+            needed = needed | _almost_never(value)
         for exceeded in named["guard"]:
             needed = needed & ~exceeded
         return [needed]
 
 
 def _is(value: Array, known: Leaf) -> Array:
-    """Compares elementwise, NaN being equal to NaN."""
+    """Compares elementwise; NaN equals NaN."""
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
@@ -303,7 +303,7 @@ def _gathered(devices: OwnPart, value: Array, axis: int, size: int | None = None
     return value if size is None else cut(value, axis, size)
 
 
-#: Operations on placement, as functions of the devices as one of them sees them, parameters and a value.
+#: Operations on placement: functions of (the devices, parameters, a value of one device).
 _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
@@ -315,7 +315,7 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.store": lambda devices, p, rows: own_rows(rows, **p, devices=devices),
     "ap.whole": lambda devices, p, stored: own_whole(stored, **p, devices=devices),
 }
-#: Operations of a microbatch on a value that all share.
+#: Operations of a microbatch on a value that all microbatches share.
 _OF_MICROBATCH: Mapping[str, Callable[[Microbatch, Mapping[str, Any], Array], Array]] = {
     "ap.microbatch_shard": lambda microbatch, p, value: microbatch.share(value, p["axis"]),
     "ap.microbatch_once": lambda microbatch, p, value: microbatch.once(value),
@@ -350,11 +350,11 @@ def _named(equation: Equation) -> contextlib.AbstractContextManager[object]:
     return jax.named_scope(f"autopar.{plain_name(equation.op)}")
 
 
-def _rarely(value: Array) -> Array:
-    """Returns a condition on a value that hardly ever holds, so that what depends on it waits for the value.
+def _almost_never(value: Array) -> Array:
+    """Returns a condition on a value that almost never holds, so that what depends on it waits for the value.
 
-    XLA copies a table that is still to be read when it is overwritten in place, and on CPUs it drops optimization
-    barriers before it decides. A sweep that runs without need changes nothing, so it may wait in this way.
+    XLA copies a table that is overwritten in place before its last read, and on CPUs it drops optimization barriers
+    before it decides on copies. A sweep that runs without need changes nothing, so it can wait in this way.
     """
     value = jnp.asarray(value)
     if jnp.issubdtype(value.dtype, np.inexact):
@@ -376,7 +376,7 @@ def _typed(value: Array, type_: ValueType) -> Array:
 
 
 def _like(value: Array, other: Array) -> Array:
-    """Gives a loop's carry its type back, JAX's weak type included."""
+    """Returns a loop's carry with its first type, weak or not."""
     value = jnp.asarray(value)
     if jax_compat.is_key(value.dtype) or jax_compat.is_weak(value) == jax_compat.is_weak(other):
         return value
@@ -391,11 +391,10 @@ def _is_slow_in_loops(body: Block, devices: OwnPart | None) -> bool:
 
 # --- a step's own shard_maps and sharding constraints ---
 #
-# A `shard_map` becomes a program of whole arrays, each of its devices an element of an axis. Its meaning doesn't
-# depend on where it runs: a device sees its shard of each operand and meets others in collectives by the names of the
-# mesh's axes. `jax.vmap` over these axes computes the same from whole arrays, [devices, shard] each, and a collective
-# is a reduction, a permutation or a copy along an axis. So lookups in it are followed, and the devices divide it among
-# themselves as any other part of a step, whatever mesh it was written for.
+# A `shard_map` becomes a program of whole arrays. It maps a function over its mesh's axes, and collectives name these:
+# `jax.vmap` over the same axes computes the same from arrays [devices, shard], where a collective is a reduction, a
+# permutation or a copy along an axis. So lookups in it are followed, and the devices divide it like any other part of a
+# step, whatever mesh it was written for.
 #
 # A sharding constraint computes nothing, and is left out.
 
@@ -403,17 +402,17 @@ def _is_slow_in_loops(body: Block, devices: OwnPart | None) -> bool:
 _Dims = Sequence[tuple[str, ...]]
 
 
-def of_whole_arrays(
+def shard_map_whole(
     params: Params, run: Callable[[Block, Sequence[jax.Array]], Sequence[jax.Array]], operands: Sequence[Leaf]
 ) -> list[jax.Array]:
-    """Returns the whole results of a `shard_map` equation with `params`, on whole operands; `run` evaluates a block."""
+    """Evaluates a `shard_map` equation with `params` on whole arrays. `run` evaluates a block."""
     body = block_of(params["jaxpr"])
     sizes = {name: n for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"]}
     before = [_dims(spec, x, sizes) for spec, x in zip(params["in_specs"], operands, strict=True)]
     after = [_dims(spec, x, sizes) for spec, x in zip(params["out_specs"], body.outputs, strict=True)]
     used = [{name for names in dims for name in names} for dims in before]
     shards = [_split(x, dims, sizes) for x, dims in zip(operands, before, strict=True)]
-    results, along = _over(lambda *own: run(body, own), list(sizes.items()), used)(*shards)
+    results, along = _map_over(lambda *own: run(body, own), list(sizes.items()), used)(*shards)
     return [_join(x, dims, sizes, there) for x, dims, there in zip(results, after, along, strict=True)]
 
 
@@ -424,7 +423,7 @@ def _dims(spec: Any, value: Leaf, sizes: Mapping[str, int]) -> _Dims:
 
 
 def _split(x: jax.Array, dims: _Dims, sizes: Mapping[str, int]) -> jax.Array:
-    """Moves the mesh's axes over which an array is spread to the front, in their order; its shards are behind."""
+    """Splits an array into shards: [*mesh axes over which it is sharded, in the mesh's order, *shard]."""
     shape, names = [], []
     for size, along in zip(x.shape, dims, strict=True):
         shape += [*(sizes[name] for name in along), size // math.prod(sizes[name] for name in along)]
@@ -434,7 +433,7 @@ def _split(x: jax.Array, dims: _Dims, sizes: Mapping[str, int]) -> jax.Array:
 
 
 def _join(x: jax.Array, dims: _Dims, sizes: Mapping[str, int], there: Sequence[str]) -> jax.Array:
-    """Joins shards with these axes of the mesh in front into the whole array; of replicas it takes the first."""
+    """Joins shards, whose leading axes are the mesh axes `there`, into the whole array; takes the first of replicas."""
     used = {name for along in dims for name in along}
     x = x[tuple(slice(None) if name in used else 0 for name in there)]
     missing = [name for name in sizes if name in used and name not in there]
@@ -447,17 +446,20 @@ def _join(x: jax.Array, dims: _Dims, sizes: Mapping[str, int], there: Sequence[s
     return jnp.transpose(x, order).reshape(shape)
 
 
-def _over(
+def _map_over(
     run: Callable[..., Sequence[Pytree]], axes: Sequence[tuple[str, int]], used: Sequence[set[str]]
 ) -> Callable[..., tuple[Sequence[jax.Array], Sequence[Sequence[str]]]]:
-    """Maps a function over axes of a mesh, the first one outermost; also returns along which axes each result is."""
+    """Maps a function over mesh axes, the first one outermost; also returns the mesh axes that lead each result.
+
+    `used`: for each operand the mesh axes that lead it.
+    """
     if not axes:
         return lambda *shards: (results := run(*shards), [()] * len(results))
     (name, size), *rest = axes
     inner: list[Sequence[str]] = []
 
     def of_one(*shards: jax.Array) -> Sequence[jax.Array]:
-        results, inner[:] = _over(run, rest, used)(*shards)
+        results, inner[:] = _map_over(run, rest, used)(*shards)
         return results
 
     def of_all(*shards: jax.Array) -> tuple[Sequence[jax.Array], Sequence[Sequence[str]]]:
@@ -487,8 +489,8 @@ def _gather(params: Params, x: jax.Array) -> list[jax.Array]:
     return [x]
 
 
-#: Replacements of constraints, and of collectives in a `shard_map`'s body: those that its check of replication makes,
-#: and those over several axes, of which `jax.vmap` knows only one at a time.
+#: Replacements of sharding constraints, and of collectives in a `shard_map`'s body: those that its check of replication
+#: inserts, and those over several axes, as `jax.vmap` takes one at a time.
 REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]]] = {
     "psum_invariant": lambda p, x: [jax.lax.psum(x, p["axes"])],
     "all_gather": _gather,
@@ -498,16 +500,16 @@ REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]
 }
 
 
-# --- JAX's while loop, of one example or of many under vmap ---
+# --- while loops, under vmap as well ---
 
 
 def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], start: Leaf) -> Pytree:
-    """Runs `lax.while_loop` with a condition that may have axes, as `vmap` makes it.
+    """Runs `lax.while_loop` with a condition that may have axes, as under `vmap`.
 
-    They are the first axes of every carry; each element says whether that example's loop goes on.
+    They lead every carry; each element says whether that example's loop goes on.
     """
 
-    def kept(state: Pytree) -> Pytree:
+    def body(state: Pytree) -> Pytree:
         going, new = jnp.asarray(condition(state)), turn(state)
         if not going.shape:
             return new
@@ -518,29 +520,29 @@ def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], st
 
         return jax.tree.map(chosen, state, new)
 
-    return jax.lax.while_loop(lambda state: jnp.any(condition(state)), kept, start)
+    return jax.lax.while_loop(lambda state: jnp.any(condition(state)), body, start)
 
 
-# --- the order of a step's results, by which each new state is written into its old one's buffer ---
+# --- the order of a step's results, for donation ---
 #
-# JAX pairs donated buffers with results of their shape and dtype, first come, first served. Where a result takes the
-# buffer of another leaf's old value, XLA copies both, whole tables in every step. So new states are returned first, in
-# the order of their inputs, and everything else after them.
+# JAX pairs donated buffers with results of the same shape and dtype, in order. Where a result takes the buffer of
+# another leaf's old value, XLA copies both: whole tables in every step. So new states are returned first, in the order
+# of their inputs.
 
 
 def donation_order(new: Mapping[int, int], count: int) -> tuple[int, ...]:
-    """Returns the order of `count` results in which each new state takes its old one's buffer.
+    """Returns an order of `count` results in which each new state takes its old value's buffer.
 
-    `new`: donated input -> the result that is its new value; no result twice.
+    `new`: donated input -> the result that is its new value; each result at most once.
     """
     first = [new[k] for k in sorted(new)]
     return (*first, *sorted(set(range(count)) - set(first)))
 
 
 def has_unread_states(program: Program) -> bool:
-    """Returns whether a state's old value isn't read at all (the last gradient, say).
+    """Returns whether the step doesn't read a state's old value at all (the last gradient, say).
 
-    JAX drops unread arguments and pairs the other ones, so such a state needs `jit(keep_unused=True)`.
+    JAX drops unread arguments before it pairs buffers, so such a state needs `jit(keep_unused=True)`.
     """
     read = {a for e in program.block.equations for a in e.inputs} | set(program.block.outputs)
     return any(program.block.inputs[k] not in read for k in program.new_states)

@@ -1,7 +1,7 @@
-"""Describes which part of a value a device (or rank) holds in its own program, and the segments of a rank's.
+"""Describes the program of one device (or rank): the *state* of each value, and a rank's segments.
 
-A device holds all of a global value (`None`), an equal shard along one axis (`Spread`), or a partial sum (`Partial`:
-the sum over all devices is the value).
+The state says which part of the global value a device has: all of it (`None`), an equal shard along one axis
+(`Spread`), or a partial sum (`Partial`).
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    pass
-    pass
+    """A partial sum: the sum over all devices is the value."""
 
 
 PARTIAL = Partial()
@@ -90,13 +89,13 @@ class Gathered:
 class LocalFacts:
     """The findings of `localize`."""
 
-    outputs: tuple[State, ...]  #: The part that each device has of each of the block's outputs.
+    outputs: tuple[State, ...]  #: The state of each of the block's outputs.
     owned: frozenset[Var]  #: Variables that are shards of an owner's rows.
     reductions: tuple[Reduction, ...]
     gathered: tuple[Gathered, ...] = ()  #: Values of the examples that every device has whole.
-    inside: NotLocal | None = None  #: Why examples meet before the gradients (as in batch norm); None if they don't.
+    examples_meet: NotLocal | None = None  #: Why examples meet before the gradients (batch norm); None if they don't.
     tensor: LocalFacts | None = None  #: The findings of `localize` over the tensor axis, if there is one.
-    between: bool = False  #: Reductions over ranks run between programs, except for owners' rows.
+    reduces_by_mpi: bool = False  #: Reductions over ranks run between programs, except for owners' rows.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""Converts values of one device's program between forms: whole, an equal shard, a partial sum (`localize`,
-`ir.local`)."""
+"""Converts values of one device's program between states: whole, shard, partial sum (`localize`, `ir.local`)."""
 
 from __future__ import annotations
 
@@ -13,32 +12,31 @@ from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.deferred import Replay
 from autopar.ir.local import PARTIAL, Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.operations import PREFIX, split
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var, family_of
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Source, Var, family_of
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.writer import ZeroWriter
 
 
-def joined(states: Iterable[State]) -> State:
-    """Returns the common form of values: shards along the first one's axis, else partial sums, else whole."""
+def common_state(states: Iterable[State]) -> State:
+    """Returns a state that fits several values: shards along the first shard's axis, else partial sums, else whole."""
     kinds = list(states)
     first = next((s for s in kinds if isinstance(s, Spread)), None)
     return first or next((s for s in kinds if s is not None), None)
 
 
 @dataclass(eq=False)
-class Shared:
-    """The common state of walks through a program and its bodies."""
+class Localization:
+    """The arguments and findings of `localize`, which the walks through a program and its bodies share."""
 
-    #: As `localize` takes them.
     bound: ProgramPlan
-    examples: bool
-    #: Prefix of the names of written operations: "" over devices, "microbatch_", "tensor_".
-    over: str = ""
-    between: bool = False
+    examples: bool  #: The batch is sharded.
+    over: str = ""  #: Prefix of the names of written operations: "" over devices, "microbatch_", "tensor_".
+    reduces_by_mpi: bool = False  #: Sums over the ranks' examples are reduced between programs.
+    #: The findings, as in `LocalFacts`.
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
-    inside: NotLocal | None = None
+    examples_meet: NotLocal | None = None
 
     @property
     def devices(self) -> int:
@@ -64,43 +62,45 @@ class Shared:
         return self.bound.undivided if self.examples else 0
 
     def of_examples(self, axis: int, size: int) -> Spread:
-        """Returns a shard of the examples, along an axis of this size."""
+        """Returns the state of a shard of the examples, along an axis of this size."""
         is_undivided = self.undivided and size % self.undivided == 0
         return Spread(axis, examples=self.undivided if is_undivided else 0)
+
+    def note_meeting(self, reason: str, source: Source | None) -> None:
+        """Notes why examples of several devices meet before the gradients, if this is the first reason."""
+        self.examples_meet = self.examples_meet or NotLocal(reason, source)
 
 
 @dataclass(eq=False)
 class Forms(ZeroWriter, abc.ABC):
-    """Old values of one block, under their new names, and in other forms."""
+    """The values of a block that is being rewritten. *Old* values are the global program's, *new* ones a device's."""
 
-    shared: Shared
-    nested: bool = False
-    #: Old variable -> its new name and a device's part of it.
-    env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
-    #: Old variables that depend on a sum over the examples.
-    reduced: set[Atom] = field(default_factory=set)
-    converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
-    #: Partial sum whose operands are reduced in its place -> its equation, and its operands' bytes.
-    sooner: dict[Atom, tuple[Equation, int]] = field(default_factory=dict)
+    shared: Localization
+    nested: bool = False  #: The block is a loop's or branch's body.
+    env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)  #: Old variable -> new value, and its state.
+    reduced: set[Atom] = field(default_factory=set)  #: Old variables that depend on a sum over the examples.
+    converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)  #: (New value, state) -> it in that state.
+    #: Partial sum whose operands are better reduced than itself -> its equation, and the operands' bytes.
+    reduced_early: dict[Atom, tuple[Equation, int]] = field(default_factory=dict)
 
     # --- values ---
 
     @property
-    def may_repeat(self) -> bool:
-        """An effect that all devices have would be seen once for each of them."""
-        return self.shared.examples and not self.shared.between
+    def repeats_effects(self) -> bool:
+        """Each device would repeat an effect that the program has once."""
+        return self.shared.examples and not self.shared.reduces_by_mpi
 
     @property
-    def regroups(self) -> bool:
-        """Parts are of examples, and each device can have all of them."""
-        return self.may_repeat and not self.shared.over
+    def can_gather(self) -> bool:
+        """Shards of the examples can be gathered on each device."""
+        return self.repeats_effects and not self.shared.over
 
     def state(self, atom: Atom) -> State:
-        """Returns a device's part of an old value."""
+        """Returns an old value's state."""
         return None if isinstance(atom, Literal) else self.env[atom][1]
 
     def read(self, atom: Atom) -> Atom:
-        """Returns the new name of an old value."""
+        """Returns the new value of an old one, in its state."""
         return atom if isinstance(atom, Literal) else self.env[atom][0]
 
     def _local_type(self, type_: ArrayType, state: State) -> ArrayType:
@@ -125,50 +125,50 @@ class Forms(ZeroWriter, abc.ABC):
         return 1 if planned is None or planned.layout is None else self.shared.owners
 
     def write(self, equation: Equation, inputs: Iterable[Atom], states: Iterable[State], **changes: object) -> None:
-        """Writes an equation with new operands; its results are in these states."""
+        """Writes an equation with new operands, and results in these states."""
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
         self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, **changes))
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
-        """Rewrites a nested block; also returns its new inputs, which are in these states."""
+        """Rewrites a nested block, whose inputs are in these states; also returns its new inputs."""
 
-    # --- from one form to another ---
+    # --- from one state to another ---
 
     def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
-        """Returns the value in another form; shards that are wanted whole, or along another axis, are gathered."""
+        """Returns an old value in a state. Gathers shards that are wanted whole or along another axis."""
         have, new = self.state(atom), self.read(atom)
         if have == wanted or isinstance(atom.type, RouteType):
             return new
-        if isinstance(have, Spread) and isinstance(wanted, Spread) and self._alike(have, wanted):
+        if isinstance(have, Spread) and isinstance(wanted, Spread) and self._is_equal(have, wanted):
             return new
         if isinstance(have, Spread) and have.sums:
-            self.add_up(atom, have)
+            self.sum_in_rank(atom, have)
             return self.as_state(atom, wanted, source)
         if isinstance(wanted, Spread) and wanted.sums and have == replace(wanted, sums=False):
-            return self._once_a_rank(new)
+            return self._once_in_rank(new)
         if isinstance(have, Partial) and wanted is not None:
-            return self._convert(self.whole(atom, source), atom, wanted)
+            return self._from_whole(self.whole(atom, source), atom, wanted)
         if isinstance(have, Partial):
             return self.whole(atom, source)
         if isinstance(have, Spread):
-            new = self._gathered(new, atom, have, source)
-        return self._convert(new, atom, wanted)
+            new = self._whole_of_spread(new, atom, have, source)
+        return self._from_whole(new, atom, wanted)
 
-    def _alike(self, a: Spread, b: Spread) -> bool:
+    def _is_equal(self, a: Spread, b: Spread) -> bool:
         parts = self.shared.parts(a), self.shared.parts(b)
         return (a.axis, a.examples, a.sums, parts[0]) == (b.axis, b.examples, b.sums, parts[1])
 
-    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
+    def _whole_of_spread(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         known = None if have.owner else self.known(atom)
         if known is not None:
             return known
-        return self._all_of(new, atom.type, have, source)
+        return self._gather(new, atom.type, have, source)
 
-    def _all_of(self, new: Atom, type_: ArrayType, have: Spread, source: Equation | None) -> Atom:
-        """Returns all of a new value that is spread; a broadcast one is gathered before, to send fewer bytes."""
+    def _gather(self, new: Atom, type_: ArrayType, have: Spread, source: Equation | None) -> Atom:
+        """Gathers a new value. Of a broadcast the operand is gathered, to send fewer bytes."""
         key = new, None
         if key in self.converted:
             return self.converted[key]
@@ -178,7 +178,7 @@ class Forms(ZeroWriter, abc.ABC):
             axis = dims.index(have.axis) if have.axis in dims else None
             if axis is not None and inputs[0].shape[axis] == new.shape[have.axis]:
                 whole = inputs[0].type.resized(axis, type_.shape[have.axis])
-                inputs = (self._all_of(inputs[0], whole, have.moved(axis), source), *inputs[1:])
+                inputs = (self._gather(inputs[0], whole, have.moved(axis), source), *inputs[1:])
             out, params = Var(type_), {**made.params, "shape": type_.shape}
             self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
@@ -186,46 +186,46 @@ class Forms(ZeroWriter, abc.ABC):
                 op, where = (source.op, source.source) if source else ("", None)
                 nbytes = new.type.nbytes * self.shared.parts(have)
                 self.shared.gathered.append(Gathered(nbytes, self.nested, op, where))
-                self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
+                self.shared.note_meeting("examples meet those of other devices", where)
             size = {"size": type_.shape[have.axis]} if have.examples else {}
             out = self.emit(self.shared.op("replicate"), (new,), type_, {"axis": have.axis, **size, **self._by(have)})
         self.converted[key] = out
         return out
 
     def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
-        """Returns an old value reduced over the devices; from here on it is whole."""
+        """Returns an old value whole, reduced if it is a partial sum; later reads get it whole."""
         if not isinstance(self.state(atom), Partial):
             return self.as_state(atom, None, source)
         assert isinstance(atom, Var), "constants are whole"
-        if atom in self.sooner:
-            made, _ = self.sooner[atom]
+        if atom in self.reduced_early:
+            made, _ = self.reduced_early[atom]
             inputs = tuple(self.as_state(a, None, source) for a in made.inputs)
             self.reduced.add(atom)
             self.append(replace(made, inputs=inputs, outputs=(self.define(atom, None),)))
             return self.read(atom)
         return self.reduced_value(atom, self.read(atom), "sum", source)
 
-    def note_sooner(self, equation: Equation) -> None:
-        """Notes a partial sum whose operands are better reduced than itself, if it can't stay partial.
+    def note_early_reduction(self, equation: Equation) -> None:
+        """Notes a partial sum whose operands are better reduced than itself, where it must be reduced.
 
-        In a loop or branch it is larger than its operands. Outside of one it is their transpose: a product that is
-        summed at once is one call of XLA's, on a CPU, and its transpose is read in the update's loop (a GPT on 4
-        devices: 1.04 of data parallelism's time in place of 1.10).
+        In a loop or branch: if it is larger than its operands. Elsewhere: if it is a transpose, since XLA computes a
+        product and its sum by one call on a CPU, and reads the transpose in the update's loop (a GPT on 4 devices takes
+        1.04 times as long as by data parallelism in place of 1.10).
         """
         parts = {a for a in equation.inputs if isinstance(self.state(a), Partial)}
-        nbytes = sum(self.sooner[a][1] if a in self.sooner else a.type.nbytes for a in parts)
+        nbytes = sum(self.reduced_early[a][1] if a in self.reduced_early else a.type.nbytes for a in parts)
         made = equation.outputs[0].type
         if self.nested:
-            is_sooner = nbytes < made.nbytes
+            is_early = nbytes < made.nbytes
         else:
             is_alike = [(a.type.size, a.dtype) for a in parts] == [(made.size, made.dtype)]
-            is_sooner = equation.op == "transpose" or (is_alike and parts <= self.sooner.keys())
-            is_sooner &= not self.shared.over  # sums over devices
-        if is_sooner:
-            self.sooner[equation.outputs[0]] = equation, nbytes
+            is_early = equation.op == "transpose" or (is_alike and parts <= self.reduced_early.keys())
+            is_early &= not self.shared.over  # sums over devices
+        if is_early:
+            self.reduced_early[equation.outputs[0]] = equation, nbytes
 
     def reduced_value(self, var: Var, part: Atom, op: str, source: Equation | None) -> Atom:
-        """Returns an old value after its parts are reduced; from here on it is whole."""
+        """Returns an old value whole, its parts reduced by `op`; later reads get it whole."""
         out = self.known(var)
         if out is None:
             out = self.reduce(part, op, source)
@@ -234,7 +234,7 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def known(self, atom: Atom) -> Atom | None:
-        """Returns the whole of an old value that was computed before, if it was."""
+        """Returns all of an old value if it was computed before."""
         return None
 
     def _by(self, state: Spread) -> dict[str, bool]:
@@ -244,26 +244,26 @@ class Forms(ZeroWriter, abc.ABC):
         """Returns a new value reduced over the devices, or over the owners of rows."""
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
-        if self.shared.between and not owners:
-            new = self.of_rank(new, op)
+        if self.shared.reduces_by_mpi and not owners:
+            new = self.reduce_in_rank(new, op)
         ranks = {"ranks": True} if owners and self.shared.bound.on_hosts else {}
         return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
 
-    def add_up(self, atom: Atom, have: Spread) -> None:
-        """Adds up a rank's devices' partial sums of an old value."""
+    def sum_in_rank(self, atom: Atom, have: Spread) -> None:
+        """Reduces the partial sums of an old value that a rank's devices have."""
         assert isinstance(atom, Var), "constants are whole"
-        self.env[atom] = self.of_rank(self.read(atom)), replace(have, sums=False)
+        self.env[atom] = self.reduce_in_rank(self.read(atom)), replace(have, sums=False)
 
-    def _once_a_rank(self, new: Atom) -> Var:
+    def _once_in_rank(self, new: Atom) -> Var:
         return self.emit(self.shared.op("once_rank"), (new,), new.type)
 
-    def of_rank(self, new: Atom, op: str = "sum") -> Atom:
+    def reduce_in_rank(self, new: Atom, op: str = "sum") -> Atom:
         """Returns a new value reduced over a rank's own devices."""
         if self.shared.bound.rank_devices == 1:
             return new
         return self.emit(self.shared.op("reduce_rank"), (new,), new.type, {"op": op})
 
-    def wholly(self, equation: Equation, operands: Iterable[int]) -> Equation:
+    def with_whole_operands(self, equation: Equation, operands: Iterable[int]) -> Equation:
         """Returns an equation that reads some operands whole."""
         inputs = list(equation.inputs)
         for k in operands:
@@ -273,8 +273,8 @@ class Forms(ZeroWriter, abc.ABC):
                 inputs[k] = whole
         return replace(equation, inputs=tuple(inputs))
 
-    def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
-        """Returns a whole value as a shard or a partial sum."""
+    def _from_whole(self, new: Atom, atom: Atom, wanted: State) -> Atom:
+        """Returns a whole new value as a shard or a partial sum. `atom`: the old value."""
         key = new, wanted
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
@@ -282,16 +282,15 @@ class Forms(ZeroWriter, abc.ABC):
             out = new if self.is_zero(new) else self.emit(self.shared.op("once"), (new,), new.type)
         elif isinstance(wanted, Spread):
             out = self._shard(new, wanted)
-            out = self._once_a_rank(out) if wanted.sums and not self.is_zero(new) else out
+            out = self._once_in_rank(out) if wanted.sums and not self.is_zero(new) else out
         else:
             out = new
         if isinstance(new, Var):
             self.converted[key] = out
         return out
 
-    def _is_same_along(self, new: Atom, axis: int, depth: int = 8) -> bool:
-        """Returns whether a new value is constant along an axis, by the last equations that make it, so that parts
-        can be made."""
+    def _is_constant_along(self, new: Atom, axis: int, depth: int = 8) -> bool:
+        """Returns whether a new value is constant along an axis, by the last equations that make it."""
         made = self.producers.get(new) if depth else None
         if made is None or made.op == "ap.full":
             return made is not None
@@ -299,16 +298,16 @@ class Forms(ZeroWriter, abc.ABC):
             dims = made.params["broadcast_dimensions"]
             return axis not in dims or made.inputs[0].shape[dims.index(axis)] != new.shape[axis]
         is_plain = made.op in PLACED_ELEMENTWISE and len(made.outputs) == 1 and not made.effects
-        return is_plain and all(not a.shape or self._is_same_along(a, axis, depth - 1) for a in made.inputs)
+        return is_plain and all(not a.shape or self._is_constant_along(a, axis, depth - 1) for a in made.inputs)
 
     def _shard(self, new: Atom, wanted: Spread) -> Var:
-        """Returns a device's part; a broadcast value is made in that size."""
+        """Returns a device's shard; makes a value that is constant along the axis in that size."""
         type_ = self._local_type(new.type, wanted)
-        if self._is_same_along(new, wanted.axis):
+        if self._is_constant_along(new, wanted.axis):
             made, out = self.producers[new], Var(type_)
             inputs, params = made.inputs, made.params
             if made.op in PLACED_ELEMENTWISE:
-                inputs = tuple(self._convert(a, a, wanted) if a.shape else a for a in inputs)
+                inputs = tuple(self._from_whole(a, a, wanted) if a.shape else a for a in inputs)
             else:
                 params = {**params, "shape": type_.shape}
             self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
@@ -320,7 +319,7 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
 
-# --- operations in row space ---
+# --- operations in row space: the states of their operands and results ---
 
 
 def _family(walk: Forms, equation: Equation) -> FamilyPlan:
@@ -344,7 +343,7 @@ def _requested(walk: Forms, equation: Equation) -> State:
     return Spread(equation.params["axis"], rank=of_rank) if is_spread else None
 
 
-def _sums(walk: Forms, equation: Equation) -> State:
+def _requested_sums(walk: Forms, equation: Equation) -> State:
     state = _requested(walk, equation)
     return replace(state, sums=state.rank) if isinstance(state, Spread) else state
 
@@ -356,11 +355,8 @@ def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
 
 
 def _fetched(walk: Forms, equation: Equation) -> State:
-    """Returns the state of the rows that a lookup reads.
-
-    Rows of which each example has a copy (`vmap` of a branch that takes the table) are spread over the examples; they
-    are gathered.
-    """
+    """Returns the state of the rows that a lookup reads: whole for a table without layout, so that rows which each
+    example has a copy of (by `vmap` of a branch that takes the table) are gathered."""
     return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
 
@@ -372,7 +368,7 @@ def _updates(equation: Equation) -> Atom:
     return equation.outputs[0] if equation.op == "ap.lookup" else equation.inputs[-1]
 
 
-#: Name for `_each` -> a device's part of an operand or result.
+#: Name in `_in_states` -> the state of an operand or result.
 _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
     "whole": lambda walk, equation: None,
     "rows": _rows,
@@ -384,9 +380,12 @@ _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
 }
 
 
-def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
-    """Returns a rewrite of an operation whose operands and results have these states. `operands`: their names in
-    `_STATES`, or "read" for any state. The last one's holds for all further ones. `result`: the results' name."""
+def _in_states(operands: str, result: str) -> Callable[[Forms, Equation], None]:
+    """Returns a rewrite of operations whose operands and results have given states.
+
+    `operands`: for each operand a name in `_STATES`, or "read" (any state); the last holds for all further operands.
+    `result`: the name for all results.
+    """
     *names, last = operands.split()
 
     def rewrite(walk: Forms, equation: Equation) -> None:
@@ -403,13 +402,13 @@ def _push(walk: Forms, equation: Equation) -> None:
     is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
     if is_replicated:
         push_partial(walk, equation)
-    elif walk.nested and walk.shared.bound.on_hosts and not walk.shared.between and walk.shared.owners > 1:
+    elif walk.nested and walk.shared.bound.on_hosts and not walk.shared.reduces_by_mpi and walk.shared.owners > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
         raise NotLocal(reason, equation.source)
     elif _is_delivered(walk, equation):
         _deliver_partial(walk, equation)
     else:
-        _each("rows read whole", "rows")(walk, equation)
+        _in_states("rows read whole", "rows")(walk, equation)
 
 
 def _is_delivered(walk: Forms, equation: Equation) -> bool:
@@ -418,34 +417,35 @@ def _is_delivered(walk: Forms, equation: Equation) -> bool:
 
 
 def _deliver_partial(walk: Forms, push: Equation) -> None:
-    """Writes a rank's partial sums at the rows that it requested, and their delivery."""
+    """Writes a rank's partial sums of the rows that it requested, and their delivery to the owners."""
     base, route, index, updates = push.inputs
     requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
     assert requested is not None, "rows on hosts are requested"
-    type_, state = push.outputs[0].type.resized(axis, requested), _sums(walk, push)
+    type_, state = push.outputs[0].type.resized(axis, requested), _requested_sums(walk, push)
     start = walk.zeros(type_.resized(axis, requested // walk.shared.owners))
     sums = Var(type_)
     aggregate = replace(push, op="ap.aggregate", outputs=(sums,))
     walk.write(aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
     on = () if walk.is_zero(walk.read(base)) else (base,)
-    _each("requested read rows", "rows")(walk, Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
+    deliver = Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis})
+    _in_states("requested read rows", "rows")(walk, deliver)
 
 
 def push_partial(walk: Forms, equation: Equation) -> None:
-    """Pushes into rows that every device has: each adds up its own examples' gradients (`allreduce_rows`)."""
+    """Pushes into rows that every device has: each sums its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
     batched = p["batch"] is not None and walk.shared.examples
     if not batched and not isinstance(walk.state(updates), Partial):
-        _each("whole", "whole")(walk, equation)
+        _in_states("whole", "whole")(walk, equation)
         return
     index = walk.as_state(index, _examples(walk, p["batch"], index), equation)
-    values = _summed(walk, equation) if batched else walk.read(updates)
+    values = _own_updates(walk, equation) if batched else walk.read(updates)
     walk.write(equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
 
 
-def _summed(walk: Forms, equation: Equation) -> Atom:
-    """Returns a device's part of updates by its examples, with zeros for padding."""
+def _own_updates(walk: Forms, equation: Equation) -> Atom:
+    """Returns the updates of a device's examples; zeros for padding."""
     updates = _updates(equation)
     state = _STATES["updates"](walk, equation)
     part = walk.as_state(updates, state, equation)
@@ -457,14 +457,14 @@ def _summed(walk: Forms, equation: Equation) -> Atom:
 
 def _aggregate(walk: Forms, equation: Equation) -> None:
     base, route, index, _ = equation.inputs
-    state = _sums(walk, equation)
+    state = _requested_sums(walk, equation)
     inputs = [walk.as_state(base, state, equation), walk.read(route)]
-    inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _summed(walk, equation)]
+    inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _own_updates(walk, equation)]
     walk.write(equation, inputs, [state])
 
 
 def _row_ids(walk: Forms, equation: Equation) -> None:
-    """Writes the ids of a device's own examples; padding has the id of no row."""
+    """Writes the ids of a device's own examples; padding gets the id of no row."""
     (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
     state = _STATES["index"](walk, equation)
     part = walk.as_state(index, state, equation)
@@ -520,7 +520,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
-    """Reduces an owner's rows of a whole table, whose body is about these already, then over all owners."""
+    """Reduces an owner's rows of a whole table, as the equation's body does already, then over all owners."""
     p = equation.params
     by_owner = [axis for axis, _ in p["stored"]]
     for axis, _ in p["touched"]:
@@ -564,10 +564,8 @@ def _sweep(walk: Forms, equation: Equation) -> None:
 def _untouched_form(
     walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
 ) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
-    """Returns operands of an untouched form (a flag, rows, values of the step), and a function that makes its body.
-
-    The function takes the states of the body's results.
-    """
+    """Returns new operands of an untouched form (a flag, rows, values of the step), and a function that makes its body
+    from the results' states and the results."""
     needed, *read = operands
     family = _family(walk, equation)
     states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]
@@ -583,8 +581,8 @@ def _untouched_form(
     return inputs, block
 
 
-def _of_log(walk: Forms, equation: Equation) -> None:
-    """Writes each owner's work on its rows and their stamps; every device has the records."""
+def _update_log(walk: Forms, equation: Equation) -> None:
+    """Writes a replay of each owner's rows and stamps; every device has all records."""
     replay: Replay = equation.params["replay"]
     numbers = equation.params.get("families") or (equation.params["family"],)
     families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]
@@ -603,7 +601,7 @@ def _select(walk: Forms, equation: Equation) -> None:
 
 
 def _replicate(walk: Forms, equation: Equation) -> None:
-    """Gathers the shards of a dense parameter for use."""
+    """Gathers a sharded dense parameter."""
     (atom,) = equation.inputs
     state = walk.state(atom)
     if not isinstance(state, Spread):
@@ -627,43 +625,43 @@ def _whole_table(walk: Forms, equation: Equation) -> None:
 
 
 def _plus(walk: Forms, equation: Equation) -> None:
-    wanted = joined(map(walk.state, equation.inputs))
+    wanted = common_state(map(walk.state, equation.inputs))
     walk.write(equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
 
 
 LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.row_ids": _row_ids,
-    "ap.row_range": _each("read", "whole"),
+    "ap.row_range": _in_states("read", "whole"),
     "ap.row_iota": _row_iota,
-    "ap.route": _each("read", "whole"),
-    "ap.pull": _each("rows read", "rows"),
-    "ap.fetch": _each("rows read", "requested"),
-    "ap.padding": _each("rows read", "rows"),
-    "ap.lookup": _each("fetched read index", "updates"),
-    "ap.lookup_ids": _each("fetched read whole", "whole"),
-    "ap.push_ids": _each("rows read whole", "rows"),
+    "ap.route": _in_states("read", "whole"),
+    "ap.pull": _in_states("rows read", "rows"),
+    "ap.fetch": _in_states("rows read", "requested"),
+    "ap.padding": _in_states("rows read", "rows"),
+    "ap.lookup": _in_states("fetched read index", "updates"),
+    "ap.lookup_ids": _in_states("fetched read whole", "whole"),
+    "ap.push_ids": _in_states("rows read whole", "rows"),
     "ap.push": _push,
     "ap.aggregate": _aggregate,
-    "ap.deliver": _each("requested read rows", "rows"),
+    "ap.deliver": _in_states("requested read rows", "rows"),
     "ap.reduce_rows": _reduce_rows,
     "ap.reduce_table": _reduce_table,
-    "ap.densify": _each("rows read", "rows"),
-    "ap.commit": _each("rows rows read", "rows"),
+    "ap.densify": _in_states("rows read", "rows"),
+    "ap.commit": _in_states("rows rows read", "rows"),
     "ap.changes": _changes,
     "ap.sweep": _sweep,
-    "ap.fill": _each("rows rows read", "rows"),
-    "ap.catch_up": _of_log,
-    "ap.record": _each("whole", "whole"),
-    "ap.flush": _of_log,
-    "ap.next": _each("whole", "whole"),
-    "ap.load": _each("read", "whole"),
-    "ap.exceeded": _each("whole", "whole"),
+    "ap.fill": _in_states("rows rows read", "rows"),
+    "ap.catch_up": _update_log,
+    "ap.record": _in_states("whole", "whole"),
+    "ap.flush": _update_log,
+    "ap.next": _in_states("whole", "whole"),
+    "ap.load": _in_states("read", "whole"),
+    "ap.exceeded": _in_states("whole", "whole"),
     "ap.plus": _plus,
-    "ap.any": _each("whole", "whole"),
+    "ap.any": _in_states("whole", "whole"),
     "ap.select": _select,
     "ap.replicate": _replicate,
     "ap.spread": _spread,
     # An array with a table's rows that is none, such as a mask: each owner takes its rows of it.
-    "ap.store": _each("whole", "owner"),
+    "ap.store": _in_states("whole", "owner"),
     "ap.whole": _whole_table,
 }

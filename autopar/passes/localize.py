@@ -26,11 +26,11 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.local_forms import LOCAL_ROW_OPS, Forms, Shared, joined
+from autopar.passes.local_forms import LOCAL_ROW_OPS, Forms, Localization, common_state
 
 
 def localize(
-    program: Program, bound: ProgramPlan, *, examples: bool = True, between: bool = False
+    program: Program, bound: ProgramPlan, *, examples: bool = True, reduces_by_mpi: bool = False
 ) -> tuple[Program, str]:
     """Returns the program of each device, with `local` facts.
 
@@ -38,12 +38,12 @@ def localize(
       program: A lifted program.
       bound: Says how values are placed.
       examples: The batch is a device's part. Otherwise only rows are an owner's part, and the rest stays global.
-      between: Sums over the ranks' examples are reduced between programs, by MPI.
+      reduces_by_mpi: Sums over the ranks' examples are reduced reduces_by_mpi programs, by MPI.
 
     Raises:
       NotLocal: an equation can't run on a part of its operands.
     """
-    walk = Localizer(Shared(bound, examples, between=between))
+    walk = Localizer(Localization(bound, examples, reduces_by_mpi=reduces_by_mpi))
     inputs = []
     entries = [input_.entry_axis for input_ in program.inputs[len(bound.placements) :]]
     placements = (*bound.placements, *entries)
@@ -61,7 +61,8 @@ def localize(
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
     reductions, gathered = tuple(shared.reductions), tuple(shared.gathered)
-    facts = LocalFacts(tuple(states), frozenset(shared.owned), reductions, gathered, shared.inside, between=between)
+    owned, meet = frozenset(shared.owned), shared.examples_meet
+    facts = LocalFacts(tuple(states), owned, reductions, gathered, meet, reduces_by_mpi=reduces_by_mpi)
     count = len(shared.reductions)
     return replace(program, block=block, local=facts), f"{count} reductions over {shared.devices} devices"
 
@@ -121,9 +122,9 @@ class Localizer(Forms):
             self.copy(equation, states)
         elif self._is_callback(equation):
             self._first(equation)
-        elif not any(states) and not _is_walked(equation) and not (equation.effects and self.may_repeat):
+        elif not any(states) and not _is_walked(equation) and not (equation.effects and self.repeats_effects):
             self.copy(equation)
-        elif equation.effects and (not equation.bodies or not self.may_repeat):
+        elif equation.effects and (not equation.bodies or not self.repeats_effects):
             self._effect(equation)
         elif equation.bodies:
             self.nested_equation(equation)
@@ -138,8 +139,8 @@ class Localizer(Forms):
     def _note_inside(self, equation: Equation) -> None:
         for var in equation.outputs:
             state = self.state(var)
-            if isinstance(state, Spread) and not state.owner and self.shared.inside is None:
-                self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
+            if isinstance(state, Spread) and not state.owner:
+                self.shared.note_meeting("the examples' own values depend on a sum over all", equation.source)
 
     def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
         """Writes an equation unchanged, its results in these states; whole by default."""
@@ -152,7 +153,7 @@ class Localizer(Forms):
 
     def _is_callback(self, equation: Equation) -> bool:
         is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
-        return is_call and self.may_repeat
+        return is_call and self.repeats_effects
 
     def _first(self, equation: Equation) -> None:
         """Writes a callback of whole operands on the first device; its results go to all."""
@@ -170,7 +171,7 @@ class Localizer(Forms):
 
     def _effect(self, equation: Equation) -> None:
         """Writes an effect of whole values; sums over the examples are reduced before."""
-        if self.shared.between and self.shared.bound.rank_devices > 1:
+        if self.shared.reduces_by_mpi and self.shared.bound.rank_devices > 1:
             raise NotLocal(f"{equation.op} has an effect, and a rank several devices", equation.source)
         if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
             remedy = "Leave it out, or return what it tells from the step"
@@ -213,12 +214,12 @@ class Localizer(Forms):
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
             if top:
                 return False
-            if self.may_repeat:
+            if self.repeats_effects:
                 self.scale_partial(equation, partial.index(True))
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         self.write(equation, inputs, itertools.repeat(PARTIAL))
-        self.note_sooner(equation)
+        self.note_early_reduction(equation)
         return True
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
@@ -228,7 +229,7 @@ class Localizer(Forms):
         """Writes an equation without bodies on a device's part of its operands."""
         for atom in equation.inputs:
             if isinstance(have := self.state(atom), Spread) and have.sums:
-                self.add_up(atom, have)
+                self.sum_in_rank(atom, have)
         # Shards are of examples, or of an owner's rows; one equation can't work on several kinds.
         kinds = {s.moved(0) for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         try:
@@ -270,12 +271,12 @@ class Localizer(Forms):
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """Rewrites an equation whose operands can't all stay shards: a product keeps the larger one, others none."""
         # A new exception: the raised one would keep its frames, and the caller's arguments with them.
-        self.shared.inside = self.shared.inside or NotLocal(reason.reason, reason.source)
+        self.shared.note_meeting(reason.reason, reason.source)
         if self.looks_up_rows(equation, spread):
             self.lookup_part(equation)
             return
         kept = self._kept(equation, spread) if len(spread) > 1 else ()
-        self._plain(self.wholly(equation, [k for k in spread if k not in kept]))
+        self._plain(self.with_whole_operands(equation, [k for k in spread if k not in kept]))
         self.divide_again(equation, spread)
 
     def _kept(self, equation: Equation, spread: Mapping[int, int]) -> Collection[int]:
@@ -283,7 +284,7 @@ class Localizer(Forms):
         states = [self.state(equation.inputs[k]) for k in spread]
         if equation.op == "dot_general":
             return (max(spread, key=lambda k: equation.inputs[k].type.size),)
-        if not self.regroups or any(isinstance(s, Spread) and s.owner for s in states):
+        if not self.can_gather or any(isinstance(s, Spread) and s.owner for s in states):
             return ()
         if equation.op == "gather":
             return (1,)  # each device looks up for its own examples
@@ -324,8 +325,8 @@ class Localizer(Forms):
         elif equation.op == "ap.microbatches":
             self._microbatches(equation)
         elif equation.op != "while" or not self._while(equation):
-            self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
-            self.copy(self.wholly(equation, range(len(equation.inputs))))
+            self.shared.note_meeting(f"a {equation.op} over examples", equation.source)
+            self.copy(self.with_whole_operands(equation, range(len(equation.inputs))))
 
     def _mapped(self, equation: Equation) -> Spread | None:
         """Returns what a device has of the sequences of a loop over examples that do without each other, but for sums;
@@ -393,7 +394,7 @@ class Localizer(Forms):
         new, state = self.read(atom), self.state(atom)
         if not isinstance(state, Spread) or state.axis:
             return new, state
-        self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
+        self.shared.note_meeting("a loop over the examples", equation.source)
         wanted = self._of_microbatches(atom)
         return self.as_state(atom, wanted, equation), wanted
 
@@ -401,7 +402,7 @@ class Localizer(Forms):
         """Returns the way in which each microbatch is spread, if turns are microbatches: a reshape of the examples."""
         new, state = self.read(atom), self.state(atom)
         made = self.producers.get(new)
-        if made is None or made.op != "reshape" or not self.regroups or not isinstance(state, Spread) or state.owner:
+        if made is None or made.op != "reshape" or not self.can_gather or not isinstance(state, Spread) or state.owner:
             return None
         length, *turn = new.shape
         if not turn or made.inputs[0].shape[:1] != (length * turn[0],):
@@ -424,7 +425,7 @@ class Localizer(Forms):
             mark = self._mark()
             inner, inputs = self.body(body, operands, [*start[:consts], *carries, *xs])
             returned = [inner.state(a) for a in body.outputs]
-            wanted = [joined(pair) for pair in zip(carries, returned, strict=False)]
+            wanted = [common_state(pair) for pair in zip(carries, returned, strict=False)]
             if wanted == carries:
                 return inner, inputs, [*carries, *returned[carry:]]
             self._restore(mark)
@@ -458,12 +459,12 @@ class Localizer(Forms):
         return whole
 
     def _mark(self) -> tuple[int, int, NotLocal | None]:
-        return len(self.shared.reductions), len(self.shared.gathered), self.shared.inside
+        return len(self.shared.reductions), len(self.shared.gathered), self.shared.examples_meet
 
     def _restore(self, mark: tuple[int, int, NotLocal | None]) -> None:
         del self.shared.reductions[mark[0] :]
         del self.shared.gathered[mark[1] :]
-        self.shared.inside = mark[2]
+        self.shared.examples_meet = mark[2]
 
     def _while(self, equation: Equation) -> bool:
         """Writes a loop over the examples' own values; returns False if its condition depends on several.
@@ -525,7 +526,7 @@ class Localizer(Forms):
         inputs = tuple(self.read(a) for a in equation.inputs)
         params = {"by": 1 - k, "divides": equation.op == "div"}
         scaled = self.define(out, PARTIAL)
-        self.note_sooner(equation)
+        self.note_early_reduction(equation)
         self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), origin=equation.origin))
 
     def exchanges(self) -> bool:
@@ -588,7 +589,7 @@ class Localizer(Forms):
         returned = [
             [inner.state(a) for a in body.outputs] for (inner, _), body in zip(walked, equation.bodies, strict=True)
         ]
-        wanted = [joined(states) for states in zip(*returned, strict=True)]
+        wanted = [common_state(states) for states in zip(*returned, strict=True)]
         bodies = []
         for (inner, inputs), body in zip(walked, equation.bodies, strict=True):
             atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, wanted, strict=True))
@@ -604,11 +605,11 @@ class Localizer(Forms):
     def looks_up_rows(self, equation: Equation, spread: Mapping[int, int]) -> bool:
         """Returns whether it looks up single rows of several devices, few enough that sums of them are less than all
         rows."""
-        if equation.op != "gather" or 0 not in spread or not self.may_repeat:
+        if equation.op != "gather" or 0 not in spread or not self.repeats_effects:
             return False
         operand = equation.inputs[0]
         state, is_known = self.state(operand), (self.read(operand), None) in self.converted
-        is_others = isinstance(state, Spread) and not state.owner and self.regroups
+        is_others = isinstance(state, Spread) and not state.owner and self.can_gather
         if is_others and (is_known or 2 * equation.outputs[0].type.size >= operand.type.size):
             return False
         numbers, axis = equation.params["dimension_numbers"], spread[0]
@@ -636,7 +637,7 @@ class Localizer(Forms):
         """Gives each device its part of examples that were gathered or reordered. `equation`: the equation that all
         devices run on all examples. `spread`: operand -> the axis of the examples."""
         states = [self.state(equation.inputs[k]) for k in spread]
-        if not self.regroups or any(isinstance(s, Spread) and s.owner for s in states):
+        if not self.can_gather or any(isinstance(s, Spread) and s.owner for s in states):
             return
         for out in equation.outputs:
             axis = _regrouped(equation, out, spread) if self.state(out) is None else None

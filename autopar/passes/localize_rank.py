@@ -15,7 +15,7 @@ from autopar.ir.program import Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import LocalWorker
 from autopar.ir.slicing import eliminate_dead
-from autopar.passes.local_forms import Shared
+from autopar.passes.local_forms import Localization
 from autopar.passes.localize import Localizer, localize
 
 
@@ -32,7 +32,7 @@ def localize_rank(program: Program, bound: ProgramPlan) -> tuple[Program, Progra
             local, note = localize(program, bound, examples=False)
         return local, bound.noting(reduction_backend="", reduction_reason=reason), note
     try:
-        local, note = localize(program, bound, between=True)
+        local, note = localize(program, bound, reduces_by_mpi=True)
         obstacle = _unreachable_sum(local)
         if obstacle is None:
             return local, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(local)), note
@@ -50,8 +50,8 @@ def _reductions(program: Program) -> str:
 
 def _unreachable_sum(program: Program) -> str | None:
     local = known(program.local)
-    if local.inside is not None:
-        return str(local.inside)
+    if local.examples_meet is not None:
+        return str(local.examples_meet)
     nested = next((r for r in local.reductions if r.nested), None)
     return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
 
@@ -83,7 +83,7 @@ def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> Local
     pairs = zip(program.block.inputs, bound.placements, strict=False)
     axes = {v: axis for v, axis in pairs if axis is not None and v.shape[axis] % devices == 0}
     over = replace(bound, plan=replace(bound.plan, devices=devices))
-    walk = Localizer(Shared(over, True))
+    walk = Localizer(Localization(over, True))
     inputs = tuple(walk.define(v, Spread(axes[v]) if v in axes else None) for v in worker.inputs)
     walk.rewrite(worker)
     outputs = tuple(walk.as_state(atom, None) for atom in worker.outputs)

@@ -19,7 +19,7 @@ from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Block, Equation, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.local_forms import Shared
+from autopar.passes.local_forms import Localization
 from autopar.passes.localize import Localizer
 
 #: Operations on each element, or on each part along another axis than the shards'.
@@ -68,10 +68,10 @@ def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tup
     return replace(staged, programs=tuple(programs)), note
 
 
-def _shared(bound: ProgramPlan, devices: int) -> Shared:
+def _shared(bound: ProgramPlan, devices: int) -> Localization:
     alone = replace(bound.plan, devices=devices)
     over = replace(bound, plan=alone, families=(), shards={}, undivided=0)
-    return Shared(over, True, "tensor_")
+    return Localization(over, True, "tensor_")
 
 
 def _reductions(block: Block, *, nested: bool = False) -> Iterator[Reduction]:
@@ -104,7 +104,7 @@ class _TensorPart(Localizer):
         if equation.op in _APART:
             self._apart(equation)
         elif equation.op.startswith(PREFIX) and equation.op != "ap.microbatches":
-            self.copy(self.wholly(equation, range(len(equation.inputs))))
+            self.copy(self.with_whole_operands(equation, range(len(equation.inputs))))
         else:
             super().add(equation)
 
@@ -122,4 +122,4 @@ class _TensorPart(Localizer):
             state = self.part_state(state, params.get("axis", -1), 0)
         elif params.get("op", "sum") != "sum" or "axis" in params:
             state = None
-        self.copy(self.wholly(equation, (0,)) if state is None else equation, [state])
+        self.copy(self.with_whole_operands(equation, (0,)) if state is None else equation, [state])

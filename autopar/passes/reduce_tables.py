@@ -1,10 +1,9 @@
 """Reduces over all rows of tables on hosts: each rank reduces the rows that it owns, and the results are combined.
 
 A step may read a whole table: a parameter norm, a mean row, `jnp.all(jnp.isfinite(new))`. On hosts no rank has all
-rows, and a table may be larger than a device. So row-by-row equations on a whole table run where a reduction over the
-rows ends them: the `reduce_table` equation has, as its body, everything between the table and the reduction for a block
-of rows. The runtime runs the body over the rank's rows, block by block, and `localize` adds the reduction over the
-ranks.
+rows, and a table may be larger than a device. So row-by-row equations between the table and a reduction over its rows
+become the body of a `reduce_table` equation, for a block of rows. The runtime runs the body over the rank's rows, block
+by block, and `localize` adds the reduction over the ranks.
 
 Rows are read in place: a table before its update or after it, but not both in one reduction. Any other read of all rows
 at once (a sort, an output, a loop) is refused with its line.
@@ -31,13 +30,13 @@ from autopar.ir.writer import Writer
 
 # --- the body of a `reduce_table` equation, for a block of rows ---
 #
-# Values of no table (a mask, row numbers, a broadcast) are computed anew for the block's rows if they are elementwise
-# or broadcasts, so that no program makes an array as large as a table for them.
+# Other values with a table's rows (a mask, row numbers) are computed in the body if they are elementwise or broadcasts,
+# so that no program makes an array as large as a table for them.
 #: Most elements of a value of a block of rows: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
 #: The remedy where all rows are needed at once.
 READ_REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
-_REMADE = ELEMENTWISE | {"broadcast_in_dim"}
+_COMPUTABLE = ELEMENTWISE | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +56,11 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSource:
-    """The source of rows: a stored table, or the touched rows, with the padding row for all others.
+    """The values that hold the rows of a value of all rows."""
 
-    `leaf`: a stored table's input. `is_old`: it is read before its update.
-    """
-
-    atoms: tuple[Atom, ...]
-    leaf: Var | None = None
-    is_old: bool = False
+    atoms: tuple[Atom, ...]  #: A stored table; or touched rows and their route, the padding row standing for others.
+    leaf: Var | None = None  #: The input that is the stored table.
+    is_old: bool = False  #: The stored table is read before its update.
 
 
 @dataclass(eq=False)
@@ -73,37 +69,37 @@ class Tables(Writer):
 
     rows: dict[Atom, TableRows] = field(default_factory=dict)  #: Value of all rows -> its rows.
     sources: dict[Atom, RowSource] = field(default_factory=dict)  #: Value that is stored or densified -> its source.
-    #: Row-by-row equation on whole tables -> its operands that are taken by rows, with their axes.
+    #: Row-by-row equation on whole tables, not written yet -> operands that are taken by rows, with their axes.
     waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
 
 
 def read_refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = READ_REMEDY) -> NotLocal:
-    """Returns the refusal of a read of a table, with the line."""
+    """Returns the error for a read of a whole table: `what` needs it."""
     where = None if equation is None else equation.source
     reason = f"all rows of a table are read at once, of {rows.path}: {what}"
     return NotLocal(reason, where, remedy, (rows.path,))
 
 
-class Body(Writer):
-    """The body of a `reduce_table` equation: everything between tables and a reduction, for a block of rows.
+class ReductionBody(Writer):
+    """Writes the body of a `reduce_table` equation: what lies between tables and a reduction, for a block of rows.
 
     Its inputs are the rows' numbers (-1 for none), blocks of stored tables, blocks of functions of touched rows, blocks
-    of dense arrays that have all rows, and other dense values.
+    of dense arrays with all rows, and other dense values.
     """
 
     def __init__(self, walk: Tables, like: TableRows) -> None:
         super().__init__()
         self._walk = walk
         self._like = like
-        #: Value that is taken by rows -> its rows.
-        self._cut: dict[Atom, TableRows] = {}
+        self._by_rows: dict[Atom, TableRows] = {}  #: Value that is taken by rows -> its rows.
+        #: Equations of the body, last ones first, with their operands that are taken by rows, and the results' rows.
         self._kept: list[tuple[Equation, Mapping[int, int], TableRows]] = []
-        self.stored: list[RowSource] = []
+        self.stored: list[RowSource] = []  #: The stored tables that it reads.
 
-    def of(self, equation: Equation, by_rows: Mapping[int, int]) -> Equation:
-        """Returns the `reduce_table` equation of a reduction."""
+    def reduction(self, equation: Equation, by_rows: Mapping[int, int]) -> Equation:
+        """Returns the `reduce_table` equation in place of a reduction. `by_rows`: operands to take by rows -> axes."""
         self._collect(equation, by_rows)
-        layout, widest = self._like.layout, max(a.type.size // self._like.layout.extent for a in self._cut)
+        layout, widest = self._like.layout, max(a.type.size // self._like.layout.extent for a in self._by_rows)
         self._size = max(1, min(layout.shard_rows, _BLOCK_ELEMENTS // max(widest, 1)))
         numbers = Var(ArrayType((self._size,), np.dtype(np.int32)))
         self._numbers = numbers
@@ -111,14 +107,14 @@ class Body(Writer):
         self._whole: dict[Atom, Var] = {}
         groups: dict[str, list[tuple[tuple[Atom, ...], Var, int, int]]] = {"stored": [], "touched": [], "dense": []}
         inside = {v for e, _, _ in self._kept for v in e.outputs}
-        for atom, rows in self._cut.items():
+        for atom, rows in self._by_rows.items():
             if atom not in inside:
                 kind, atoms = self._kind(atom)
                 self._env[atom] = Var(self._type(atom, rows))
                 groups[kind].append((atoms, self._env[atom], rows.axis, rows.factor))
         for kept, operands, rows in reversed(self._kept):
-            self._again(kept, operands, rows)
-        part = self._last(equation, by_rows)
+            self._write(kept, operands, rows)
+        part = self._write_reduction(equation, by_rows)
         entries_ = [entry for entries in groups.values() for entry in entries]
         inputs = (*(a for atoms, *_ in entries_ for a in atoms), *self._whole)
         block = Block((numbers, *(v for _, v, *_ in entries_), *self._whole.values()), tuple(self.equations), (part,))
@@ -132,33 +128,33 @@ class Body(Writer):
         return replace(made, info=equation.info, origin=equation.origin)
 
     def _collect(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
-        """Collects the equations that run by rows, last ones first."""
-        self._want(equation, by_rows)
+        """Collects the equations that a reduction needs by rows, last ones first."""
+        self._take_by_rows(equation, by_rows)
         walk = self._walk
         for made in reversed((*walk.equations, *walk.waiting)):
-            found = [self._cut[v] for v in made.outputs if v in self._cut]
+            found = [self._by_rows[v] for v in made.outputs if v in self._by_rows]
             if not found:
                 continue
             operands = walk.waiting.get(made)
             if operands is None:
-                operands = self._remade(made, found[0])
+                operands = self._computable(made, found[0])
             if operands is not None:
                 self._kept.append((made, operands, found[0]))
-                self._want(made, operands)
+                self._take_by_rows(made, operands)
 
-    def _want(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
+    def _take_by_rows(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
         for k, axis in by_rows.items():
             atom = equation.inputs[k]
             rows = self._like.at(axis, atom.shape[axis])
-            if rows is None or self._cut.setdefault(atom, rows) != rows:
+            if rows is None or self._by_rows.setdefault(atom, rows) != rows:
                 raise read_refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
-    def _remade(self, equation: Equation, rows: TableRows) -> Mapping[int, int] | None:
-        """Returns operands of an equation of no table that can be computed anew for rows; None if it can't."""
+    def _computable(self, equation: Equation, rows: TableRows) -> Mapping[int, int] | None:
+        """Returns the operands that an equation on no table takes by rows in the body; None if it can't be there."""
         out = equation.outputs[0]
         if equation.op == "iota" and not equation.inputs:
             return {} if rows.factor == 1 or equation.params["dimension"] != rows.axis else None
-        if equation.op not in _REMADE or equation.bodies or equation.effects or len(equation.outputs) != 1:
+        if equation.op not in _COMPUTABLE or equation.bodies or equation.effects or len(equation.outputs) != 1:
             return None
         if equation.op == "broadcast_in_dim":
             dims, shape = equation.params["broadcast_dimensions"], equation.inputs[0].shape
@@ -191,29 +187,29 @@ class Body(Writer):
             raise read_refusal(self._like, f"by {equation.op}", equation)
         return self._whole.setdefault(atom, Var(atom.type))
 
-    def _again(self, equation: Equation, by_rows: Mapping[int, int], rows: TableRows) -> None:
-        """Writes an equation again, for a block of rows."""
+    def _write(self, equation: Equation, by_rows: Mapping[int, int], rows: TableRows) -> None:
+        """Writes an equation for a block of rows."""
         outputs = tuple(Var(self._type(v, rows)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == "iota" and equation.params["dimension"] == rows.axis:
             params = {"axis": rows.axis, "shape": outputs[0].shape, "dtype": outputs[0].dtype}
             self.append(Equation("ap.numbered", (self._numbers,), outputs, params))
             return
-        if equation.primitive is None:  # it stands for a barrier
+        if equation.primitive is None:  # a copy in place of a barrier
             self._env[equation.outputs[0]] = self._env[equation.inputs[0]]
             return
         inputs = tuple(self._operand(equation, k, by_rows) for k in range(len(equation.inputs)))
         params = resized_params(equation, by_rows, rows.axis, outputs[0].shape[rows.axis])
         self.append(replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
-    def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
-        """Writes the reduction itself; numbers of no row count for nothing."""
+    def _write_reduction(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
+        """Writes the reduction of a block, in which rows of the number -1 don't count."""
         inputs = []
         for k, atom in enumerate(equation.inputs):
             if equation.op == "scatter-add" and k == 0:
                 inputs.append(self.zeros(atom.type))
             elif k in by_rows:
-                inputs.append(self._only_rows(self._env[atom], self._cut[atom], equation.op))
+                inputs.append(self._only_rows(self._env[atom], self._by_rows[atom], equation.op))
             else:
                 inputs.append(self._operand(equation, k, by_rows))
         part = Var(equation.outputs[0].type)
@@ -225,20 +221,20 @@ class Body(Writer):
         return self.emit("ap.only_rows", (value, self._numbers), value.type, params)
 
 
-#: Equations that update tables in place.
+#: Operations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
 #: The remedy for `jnp.histogram` and the like.
 _COUNT = (
     "Compute it apart from the step, or of looked-up rows alone; count by comparisons, "
     "(table[..., None] < edges).sum((0, 1)), in place of jnp.histogram"
 )
-#: Equations of lookups and updates, which take a stored table.
+#: Operations of lookups and updates, which take a stored table.
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 
 
 def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the program with its reads of whole tables on hosts as `reduce_table` equations. Raises NotLocal if all
-    rows of a table are needed in another way."""
+    """Writes reads of whole tables on hosts as `reduce_table` equations; raises NotLocal for a read that is no
+    reduction."""
     layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
     if not layouts:
         return program, "no table is on hosts"
@@ -256,13 +252,12 @@ def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
 
 @dataclass(eq=False)
 class _Walk(Tables):
-    """The block being written."""
+    """Rewrites the program's block."""
 
     program: Program = field(kw_only=True)
-    #: Stored table (an input) -> its reductions so far.
-    readers: dict[Var, list[Var]] = field(default_factory=dict)
-    written: set[Var] = field(default_factory=set)
-    count: int = 0
+    readers: dict[Var, list[Var]] = field(default_factory=dict)  #: Stored table (an input) -> its reductions so far.
+    written: set[Var] = field(default_factory=set)  #: Stored tables (inputs) that were updated.
+    count: int = 0  #: Number of reductions.
 
     def __post_init__(self) -> None:
         block, new = self.program.block, self.program.new_states
@@ -274,8 +269,7 @@ class _Walk(Tables):
         self.sources[var] = RowSource((var,), var, is_old=True)
 
     def outputs(self) -> tuple[Atom, ...]:
-        """Returns the block's outputs, which may be stored tables but no other values of all rows. Raises NotLocal if
-        an output is such a value."""
+        """Returns the block's outputs; raises NotLocal if one needs all rows of a table and isn't stored itself."""
         block = self.program.block
         atoms, refused = [], list[NotLocal]()
         for atom, output in zip(block.outputs, self.program.outputs, strict=True):
@@ -292,7 +286,7 @@ class _Walk(Tables):
         return tuple(atoms)
 
     def _reads_whole(self, atom: Atom, output: Output) -> str:
-        """Says why an output needs all rows of a table; "" if it doesn't, or is a stored table."""
+        """Says why an output needs all rows of a table; "" if it doesn't, or is stored itself."""
         source = self.sources.get(atom)
         is_stored = source is not None and source.leaf is not None
         if atom not in self.rows:
@@ -310,7 +304,7 @@ class _Walk(Tables):
             self._write(equation)
         elif equation.op == "ap.changes":
             space = next(s for s in self.program.facts.spaces if s.family == equation.params["family"])
-            self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
+            self._take(self._after_readers(equation, [self.program.block.inputs[k] for k in space.leaves]))
         elif equation.op == "ap.whole" and equation.inputs[0] in self.sources:
             (stored,), (out,) = equation.inputs, equation.outputs
             self.rows[out], self.sources[out] = self.rows[stored], self.sources[stored]
@@ -330,7 +324,8 @@ class _Walk(Tables):
                 raise read_refusal(self.rows[atom], "its update needs them", equation)
         self.append(equation)
 
-    def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
+    def _after_readers(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
+        """Returns an equation that runs after the reductions of tables before their update."""
         parts = split(equation.op, equation.params, equation.inputs)
         first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
         rest = [a for a in parts.pop("first") if a not in self.rows and a not in first]
@@ -338,10 +333,10 @@ class _Walk(Tables):
         return replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
-        """Writes an update in place, which waits for reads of the rows before it."""
+        """Writes an update in place, after reductions of the table before it."""
         leaves = self._written_leaves(equation)
         waits = "first" in OPERATIONS[equation.op].groups  # a sweep waits by its condition
-        fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
+        fixed = self._after_readers(equation, leaves) if waits and leaves else equation
         if equation.op == "ap.densify":
             self.append(fixed)
             rows, axis = equation.inputs[0], equation.params["axis"]
@@ -356,7 +351,7 @@ class _Walk(Tables):
             self.written.add(leaf)
 
     def _written_leaves(self, equation: Equation) -> list[Var]:
-        """Returns the stored tables that an equation writes to."""
+        """Returns the stored tables that an equation updates; [] if they aren't on hosts."""
         if equation.op == "ap.densify":
             leaf = self.updates.get(equation.outputs[0])
             return [leaf] if leaf is not None and leaf in self.sources else []
@@ -364,10 +359,10 @@ class _Walk(Tables):
         stored = parts["leaves"] if equation.op == "ap.sweep" else parts["leaf"]
         leaves_of = [self.sources[a].leaf for a in stored if a in self.sources]
         leaves = [leaf for leaf in leaves_of if leaf is not None]
-        return leaves if len(leaves) == len(stored) else []  # not on hosts
+        return leaves if len(leaves) == len(stored) else []
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
-        """Notes all rows made of the touched ones; they are stored if they are a leaf's new value."""
+        """Notes the value of all rows that touched rows become; it is stored if it is a leaf's new value."""
         (out,) = equation.outputs
         spaces, family = self.program.facts.spaces, equation.inputs[1].type.family
         like = self.rows.get(self.program.block.inputs[next(s.tables for s in spaces if s.family == family)[0]])
@@ -381,7 +376,7 @@ class _Walk(Tables):
             self.sources[out] = RowSource((rows, equation.inputs[1]))
 
     def _barrier(self, equation: Equation) -> None:
-        """Leaves values of whole tables out of a barrier."""
+        """Writes a barrier without values of whole tables."""
         rest = []
         for atom, out in zip(equation.inputs, equation.outputs, strict=True):
             if atom in self.rows:
@@ -394,7 +389,7 @@ class _Walk(Tables):
             self.append(replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
-        """Writes an ordinary equation on whole tables."""
+        """Handles an ordinary equation on whole tables: it waits for a reduction, or is one."""
         rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
         some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
@@ -426,11 +421,11 @@ class _Walk(Tables):
     # --- reductions ---
 
     def _reduce(self, equation: Equation, by_rows: Mapping[int, int], like: TableRows) -> None:
-        body = Body(self, like)
+        body = ReductionBody(self, like)
         (out,) = equation.outputs
         base = equation.inputs[0] if equation.op == "scatter-add" else None
         total = out if base is None else Var(out.type)
-        made = body.of(equation, by_rows)
+        made = body.reduction(equation, by_rows)
         self._check_order(body, equation)
         self.append(replace(made, outputs=(total,)))
         for source in body.stored:
@@ -440,7 +435,7 @@ class _Walk(Tables):
             self.append(Equation("ap.plus", (base, total), (out,), origin=equation.origin))
         self.count += 1
 
-    def _check_order(self, body: Body, equation: Equation) -> None:
+    def _check_order(self, body: ReductionBody, equation: Equation) -> None:
         for source in body.stored:
             if source.is_old and source.leaf in self.written:
                 what = f"{equation.op} needs them as they were before the update, and the update as well"

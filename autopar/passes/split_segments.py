@@ -73,7 +73,7 @@ def split_segments(
         return _Split(program.block, None, hosted).run(None)
     owned = program.local.owned
     equations = [part for equation in program.block.equations for part in _by_owner(equation, owned)]
-    split = _Split(program.block.with_equations(equations), owned, hosted, between=program.local.between)
+    split = _Split(program.block.with_equations(equations), owned, hosted, between=program.local.reduces_by_mpi)
     return split.run(bucket_bytes)
 
 

@@ -25,7 +25,7 @@ from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import clone, copied, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
-from autopar.passes.local_forms import Shared, push_partial
+from autopar.passes.local_forms import Localization, push_partial
 from autopar.passes.localize import Localizer
 
 #: Operations whose result depends on the microbatch's number.
@@ -163,10 +163,10 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
         raise NotLocal("nothing in it works on single examples")
 
 
-def _shared(program: Program, bound: ProgramPlan, count: int) -> Shared:
+def _shared(program: Program, bound: ProgramPlan, count: int) -> Localization:
     families = tuple(replace(f, bounds=replace(f.bounds, layout=None, requested=None)) for f in bound.families)
     plan = replace(bound.plan, devices=count)
-    return Shared(replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
+    return Localization(replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
 
 
 def _axes(program: Program, bound: ProgramPlan) -> list[int | None]:
@@ -261,14 +261,14 @@ def _line(block: Block, atom: Atom) -> Source | None:
 class _Microbatch(Localizer):
     """The program of one microbatch. Inputs and values that all microbatches share keep their names."""
 
-    def __init__(self, shared: Shared, program: Program) -> None:
+    def __init__(self, shared: Localization, program: Program) -> None:
         super().__init__(shared)
         #: Values of the global program that are known before any microbatch, in order.
         self.whole_values: dict[Var, None] = {}
         self._of_weights = dependent(program.block.equations, _weights(program))
 
     @property
-    def may_repeat(self) -> bool:
+    def repeats_effects(self) -> bool:
         return False
 
     def add(self, equation: Equation) -> None:

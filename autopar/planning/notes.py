@@ -29,14 +29,14 @@ from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope
 
-#: Lines that are listed without `verbose`; operations and names of owners.
+#: Most lines, operations or tables that are listed.
 _SHOWN = 8
-#: Names that the weights of a stage are folded into, if possible.
-_WEIGHTS = 4
+#: Most names in a list of weights.
+_NAMES = 4
 
 
 def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
-    """Returns lines on values of all examples that every device has whole; without `verbose` the largest ones."""
+    """Returns lines on values of all examples that each device has whole; without `verbose`, on the largest ones."""
     local = planned.compiled.program.local
     if local is None or planned.compiled.plan.on_hosts:
         return ()
@@ -52,22 +52,20 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
 
 
 def owner_balance_notes(plan: Plan) -> tuple[str, ...]:
-    """Returns a line for each rank that has whole tables: which, their bytes, and its share of the work on all."""
+    """Returns a line for each rank with whole tables: their names and bytes, and its share of the work on all."""
     whole = [(t.owner, t) for t in plan.tables if t.owner is not None and t.sizes is not None]
     total = sum(owner_work(t) for _, t in whole) or 1
     lines = []
     for rank in sorted({owner for owner, _ in whole}):
         own = [t for owner, t in whole if owner == rank]
         size = format_bytes(sum(t.sizes.extent * t.sizes.family_bytes for t in own if t.sizes is not None))
-        names = ", ".join(t.path for t in own[:_WEIGHTS]) + (
-            f" and {len(own) - _WEIGHTS} more" if own[_WEIGHTS:] else ""
-        )
+        names = ", ".join(t.path for t in own[:_NAMES]) + (f" and {len(own) - _NAMES} more" if own[_NAMES:] else "")
         lines.append(f"  rank {rank}: {names}; {size}, {sum(map(owner_work, own)) / total:.0%} of their rows a step")
     return ("Tables that one rank has whole:", *lines) if lines else ()
 
 
 def hot_rows_notes(plan: Plan) -> tuple[str, ...]:
-    """Says how much less would be sent at most if every rank had the rows that all ranks ask for: their ids."""
+    """Says how little copies, on every rank, of rows that all ranks ask for could save: the ids of these rows."""
     sizes = [t.sizes for t in plan.tables if t.where == "hosts" and t.sizes is not None and not (t.pooled or t.pulled)]
     if not sizes or plan.devices == 1:
         return ()
@@ -79,8 +77,10 @@ def hot_rows_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def formula_notes(planned: PlannedStep) -> tuple[str, ...]:
-    """Tells of tables whose method the paper's formulas chose, and another one is faster by this machine's rates, which
-    are measured for it; between processes, who would have to measure together, nothing."""
+    """Names tables for which the paper's formulas chose a method and this machine's rates another one.
+
+    The rates are measured for it, so nothing is said for several processes, which would have to measure together.
+    """
     machine, devices = planned.machine, planned.devices
     if planned.options.choose != "formulas" or machine.rates is None or devices is None or devices.processes.several:
         return ()
@@ -96,7 +96,7 @@ def formula_notes(planned: PlannedStep) -> tuple[str, ...]:
 
 
 def stack_notes(planned: PlannedStep) -> tuple[str, ...]:
-    """Tells which tables are exchanged and updated as one, and why others aren't."""
+    """Returns lines on tables that are exchanged and updated as one, and why others aren't."""
     stacked, program = planned.compiled.stacked, planned.compiled.analysed
 
     def named(tables: Sequence[int]) -> str:
@@ -118,7 +118,7 @@ def stack_notes(planned: PlannedStep) -> tuple[str, ...]:
 
 
 def predicted_note(step: Prediction) -> str:
-    """Returns the predicted time of a step and its lower bound, by part."""
+    """Returns a step's predicted time and its lower bound, by part."""
 
     def by_part(seconds: Mapping[str, float | None]) -> str:
         return ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items() if each)
@@ -132,7 +132,7 @@ def predicted_note(step: Prediction) -> str:
 
 
 def tensor_notes(plan: Plan) -> tuple[str, ...]:
-    """Returns lines on products that are or could be divided over a tensor axis, with costs and reasons."""
+    """Returns lines on products that are, or could be, divided over a tensor axis, with costs and reasons."""
     if plan.tensor is None:
         return ()
     alike: dict[str, list[TensorGroupPlan]] = {}
@@ -152,7 +152,7 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def memory_notes(planned: PlannedStep, cluster: ClusterSpec | None) -> tuple[str, ...]:
-    """Returns lines on the machines that a plan is made for, and whether the state fits their memory."""
+    """Returns lines on the machines that a plan is made for, and on how the state fits their memory."""
     program, plan, options = planned.compiled.analysed, planned.compiled.bound, planned.options
     memory = planned.machine.memory_bytes
     if plan.plan.pipeline is not None:  # its own notes say what each device holds
@@ -200,7 +200,7 @@ def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
 
 
 def _owners(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
-    """Returns a line on the rows of tables that each rank has, and is asked for in the example."""
+    """Returns a line on the numbers of rows that ranks own, and are asked for in the example batch."""
     program, bound = planned.compiled.analysed, planned.compiled.bound
     hosted = {f.family: bounds_layout(f.bounds) for f in bound.families if f.on_hosts and not f.table.pulled}
     if bound.devices == 1 or not hosted:
@@ -415,7 +415,7 @@ def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
             path, bracket, rows = weight.partition("[")
             owners.setdefault(bracket + rows, {})[path] = k
     for rows, owner in owners.items():
-        for name, paths in fold_paths(owner, _WEIGHTS * len(set(owner.values()))).items():
+        for name, paths in fold_paths(owner, _NAMES * len(set(owner.values()))).items():
             names[owner[paths[0]]].append(name + rows)
     return names
 
@@ -455,8 +455,7 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
 
 
 def _late_notes(plan: PipelinePlan) -> Sequence[str]:
-    """Returns a note on updates that wait for all stages, so that others see them later than their own backward
-    allows."""
+    """Returns a note on updates that wait for a value of all stages, and so come later than their own backward."""
     calls = plan.calls
     late = {k: calls.late(k) for k in range(len(plan.stages)) if calls.late(k)}
     if not late:
@@ -510,11 +509,11 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
     ]
 
 
-# --- what the owners of rows compute between the sum of a gradient and the update ---
+# --- the work of owners between the sum of a gradient and the update ---
 
 
 def owner_notes(planned: PlannedStep) -> Iterator[str]:
-    """Yields lines on what owners of rows compute, and what crosses between them, for tables whose rows are spread."""
+    """Yields lines on the equations that owners of sharded rows compute, and the sums that they exchange."""
     program, bound = planned.compiled.analysed, planned.compiled.bound
     computed: dict[str, list[str]] = {}
     for family in bound.families:

@@ -1,7 +1,7 @@
-"""`simulate`: predicts a planned step on more or fewer devices of a kind; `save_trace` writes it as a trace.
+"""`simulate`: predicts a planned step on other numbers of devices; `save_trace` writes a predicted timeline.
 
-For a step in stages it simulates copies of the plan's pipeline, by the cluster's rates. Each copy has its own examples,
-and copies of a stage add up their gradients once a step. Stages fill one machine's devices after the other's.
+A step in stages is simulated as copies of the plan's pipeline, by the cluster's rates. Each copy has its own examples,
+and copies of a stage sum their gradients once a step. Stages fill the devices of one machine after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, Syn
 
 #: An event of Chrome's Trace Event Format, with times in microseconds.
 Event = dict[str, Json]
-_WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+_TASK_NAMES = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 #: Numbers of devices that are simulated by default.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
 
@@ -59,7 +59,7 @@ class Simulation:
 
     @property
     def crossovers(self) -> list[str]:
-        """Returns lines on where methods, or what limits a step, change."""
+        """Returns lines on the numbers of devices at which methods, or the limit of a step, change."""
         return crossovers(self.times)
 
     def __str__(self) -> str:
@@ -174,28 +174,28 @@ def simulate_devices(
 def stage_times(
     name: str, plan: PipelinePlan, cluster: ClusterSpec, counts: Sequence[int], *, overlap: float, variation: float
 ) -> tuple[StepTime, ...]:
-    """Simulates a pipeline for each number of devices (`simulate`); raises ArgumentsError if one is no multiple of the
-    pipeline's."""
+    """Simulates copies of a pipeline for each number of devices (`simulate`). Raises ArgumentsError if one is no
+    multiple of the pipeline's."""
     if plan.updates and any(n != plan.size for n in counts):
         raise ArgumentsError(f"{name}: a pipeline without a flush has no copies; leave devices= at {plan.size}")
     wrong = [n for n in counts if n % plan.size]
     if wrong:
         raise ArgumentsError(f"devices={wrong[0]}: {name} has stages on {plan.size} devices; give multiples of them")
     return tuple(
-        _step(plan, cluster.of(math.ceil(n / cluster.devices), min(n, cluster.devices)), n, overlap, variation)
+        _copies_time(plan, cluster.of(math.ceil(n / cluster.devices), min(n, cluster.devices)), n, overlap, variation)
         for n in counts
     )
 
 
-def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, variation: float) -> StepTime:
+def _copies_time(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, variation: float) -> StepTime:
     rates, copies = planned_stage_rates(cluster), count // plan.size
     there = cluster.of(math.ceil(plan.size / cluster.devices), min(plan.size, cluster.devices))
     own = replace(
         plan,
-        stages=tuple(_at(stage, rates) for stage in plan.stages),
+        stages=tuple(_timed(stage, rates) for stage in plan.stages),
         send_byte_s=planned_stage_rates(there).send_byte_s,
     )
-    (stages, *_), (sums, sent) = predict_stages(own, there).parts, _sums(plan, cluster, copies)
+    (stages, *_), (sums, sent) = predict_stages(own, there).parts, _gradient_sums(plan, cluster, copies)
     model = stages.seconds or 0.0
     parts = {
         "model": (Term("microbatches through the stages", model, bound_s=stages.bound_s),),
@@ -206,7 +206,7 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
     return StepTime(count, parts, {}, waiting, hidden, max(pipeline_memory(own)) <= cluster.device.memory_bytes)
 
 
-def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
+def _timed(stage: StagePlan, rates: StageRates) -> StagePlan:
     total = sum(stage.seconds.values())
     seconds = rates.seconds(stage.flops, stage.activation_bytes + stage.ahead_bytes + stage.back_bytes)
     seconds += rates.send_byte_s * stage.exchanged_bytes + rates.call_s * stage.exchanges
@@ -215,8 +215,8 @@ def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
     return replace(stage, seconds={k: share * seconds for k, share in shares.items()}, update_s=update)
 
 
-def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float, int]:
-    """Returns seconds and bytes of the AllReduces over copies. The stages of a machine share its link."""
+def _gradient_sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float, int]:
+    """Returns seconds and bytes of the AllReduces over copies; the stages of a machine share its link."""
     if copies == 1:
         return 0.0, 0
     each = (plan.tensor * len(stage.devices) * [stage.gradient_bytes] for stage in plan.stages)
@@ -285,7 +285,7 @@ def _stage_events(step: str, plan: PipelinePlan) -> Iterator[Event]:
     for task, start in simulated.starts.items():
         device = plan.scheduled.device_of(task.stage, task.microbatch)
         about = {"stage": task.stage, "microbatch": task.microbatch}
-        name = f"{_WORDS[task.kind]} {task.microbatch}"
+        name = f"{_TASK_NAMES[task.kind]} {task.microbatch}"
         yield _slice(0, device, name, start, simulated.ends[task] - start, about)
     free = [simulated.seconds] * plan.devices
     for k, stage in enumerate(() if plan.updates else plan.stages):

@@ -97,14 +97,14 @@ _STAKES: Mapping[str, _Stake] = {
 
 
 def prefetch_note(planned: PlannedStep) -> str:
-    """Returns a line on what ranks ask for and fetch of the next batch; "" if nobody asks."""
+    """Returns a line on the rows of the next batch that ranks ask for and fetch during a step; "" if none."""
     lines = prefetches(planned) if planned.options.optimizes("prefetch") else []
     name = planned.compiled.analysed.name
     return f"\nBatches of autopar.shard(source, step={name}): {'; '.join(lines)}." if lines else ""
 
 
 def prefetches(planned: PlannedStep) -> Sequence[str]:
-    """Returns for tables on hosts of several ranks what of the next batch is asked for and fetched beside a step."""
+    """Returns texts on the next batch's rows that ranks ask for and fetch during a step, by tables on hosts."""
     compiled, ran = planned.compiled, planned.compiled.as_run
     hosted = {f.family for f in ran.bound.families if f.on_hosts and not f.table.pulled}
     if ran.bound.devices == 1 or not hosted or not compiled.analysed.new_states:

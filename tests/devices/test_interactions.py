@@ -26,7 +26,7 @@ def facts(form: Any, size: int) -> Any:
     """Returns tables of the plan, what is exchanged of the examples, and what is reduced."""
     compiled = planned(form).planned_for(make_params(), make_batch(size)).compiled
     local = known(compiled.program.local)
-    assert local.inside is None, local.inside
+    assert local.examples_meet is None, local.examples_meet
     tables = [(t.path, t.method, t.lifted, t.reason, t.sizes) for t in compiled.plan.tables]
     return tables, local.gathered, [r.op for r in local.reductions]
 

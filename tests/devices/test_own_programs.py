@@ -218,7 +218,7 @@ def test_examples_by_themselves() -> None:
         step = step_of(EACH)
         planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
         ours, theirs = planned(*given()), jax.jit(step)(*given())
-        assert planned.planned_for(*given()).compiled.program.local.inside is None
+        assert planned.planned_for(*given()).compiled.program.local.examples_meet is None
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 

@@ -1,8 +1,7 @@
 """Locations of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
 
-A store has objects alone, each of which is written whole in a single step: no directories, no renames, nothing to
-flush. `ObjectPath` has the methods of `pathlib.Path` that checkpoints need; what takes more than one of these is a
-function here, for any location.
+A store has objects, each of which is written whole in a single step; it has no directories, no renames, and nothing to
+flush. `ObjectPath` has the methods of `pathlib.Path` that checkpoints need. The functions here take either.
 """
 
 from __future__ import annotations
@@ -62,14 +61,16 @@ def shared_context() -> Any:
 
 @functools.cache
 def _opened(spec: str) -> Any:
-    """Opens a bucket, which stays open: opening looks for credentials."""
+    """Opens a bucket once, as opening looks for credentials."""
     return require_tensorstore().KvStore.open(json.loads(spec), context=shared_context()).result()
 
 
 @dataclass(frozen=True)
 class ObjectPath(os.PathLike[str]):
-    """An object in a store, or all objects whose names begin with this one and a slash. Methods are those of
-    `pathlib.Path`, and the store's errors become OSErrors."""
+    """An object in a store, or the "directory" of all objects whose names begin with its name and a slash.
+
+    Its methods are those of `pathlib.Path`; the store's errors become OSErrors.
+    """
 
     scheme: str  #: "s3" or "gs".
     bucket: str
@@ -135,8 +136,10 @@ class ObjectPath(os.PathLike[str]):
         self._below(lambda store: store.delete_range(require_tensorstore().KvStore.KeyRange()))
 
     def spec(self) -> dict[str, Json]:
-        """Returns TensorStore's key-value store of all objects below this name. TensorStore reads the environment's
-        credentials; Amazon's variables for other endpoints are read here."""
+        """Returns the spec of TensorStore's key-value store of all objects below this name.
+
+        TensorStore reads the environment's credentials; Amazon's variables for other endpoints are read here.
+        """
         spec: dict[str, Json] = {"driver": _DRIVERS[self.scheme], "bucket": self.bucket, "path": self._prefix}
         if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # don't look for files of credentials
             spec["aws_credentials"] = {"type": "environment"}
@@ -158,12 +161,12 @@ class ObjectPath(os.PathLike[str]):
         return _opened(json.dumps(replace(self, key="").spec())) / self._prefix
 
     def _object(self, ask: Callable[[Any], Any]) -> Any:
-        return self._answer(self.parent, ask)
+        return self._request(self.parent, ask)
 
     def _below(self, ask: Callable[[Any], Any]) -> Any:
-        return self._answer(self, ask)
+        return self._request(self, ask)
 
-    def _answer(self, folder: ObjectPath, ask: Callable[[Any], Any]) -> Any:
+    def _request(self, folder: ObjectPath, ask: Callable[[Any], Any]) -> Any:
         require_tensorstore()
         try:
             return ask(folder.opened()).result()
@@ -176,7 +179,7 @@ Location = Path | ObjectPath
 
 
 def location_of(path: str | os.PathLike[str]) -> Location:
-    """Returns the location that a user names, absolute; raises CheckpointError if there is no such kind."""
+    """Returns the absolute location of a user's path; raises CheckpointError for an unknown kind of path."""
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
     text = os.fsdecode(path).removeprefix("file://")
@@ -192,8 +195,7 @@ def location_of(path: str | os.PathLike[str]) -> Location:
 
 
 def mapped(path: Location, work: Callable[[S], T], items: Iterable[S], doing: str) -> list[T]:
-    """Returns `[work(item) for item in items]`; several at once in a store, which is slow to answer. `doing` is for the
-    watchdog."""
+    """Returns `[work(item) for item in items]`, with several requests at once to a store. `doing`: for the watchdog."""
     if isinstance(path, Path):
         return [work(item) for item in items]
     pool = ThreadPoolExecutor(_AT_ONCE, "autopar-objects")
@@ -210,7 +212,7 @@ def mapped(path: Location, work: Callable[[S], T], items: Iterable[S], doing: st
 
 
 def kvstore_of(path: Location) -> dict[str, Json]:
-    """Returns TensorStore's key-value store of a directory."""
+    """Returns the spec of TensorStore's key-value store of a directory."""
     if isinstance(path, Path):
         return {"driver": "file", "path": f"{path}/"}
     path.opened()  # it stays open

@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.trace import block_of
-from autopar.passes.local_forms import Shared
+from autopar.passes.local_forms import Localization
 from autopar.passes.localize import Localizer
 
 N = 2
@@ -43,7 +43,7 @@ def local_program(
 ) -> tuple[Localizer, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Localizer(Shared(ProgramPlan(Plan("step", N, None, "exact", (), (), 0)), True))
+    walk = Localizer(Localization(ProgramPlan(Plan("step", N, None, "exact", (), (), 0)), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)
@@ -285,9 +285,9 @@ def test_what_depends_on_a_sum_is_told() -> None:
         return [a - a.mean(0)]
 
     walk, _, _ = local_program(normed, [E], [x])
-    assert walk.shared.inside is not None and "depend on a sum over all" in str(walk.shared.inside)
-    assert "test_local.py" in str(walk.shared.inside)
+    assert walk.shared.examples_meet is not None and "depend on a sum over all" in str(walk.shared.examples_meet)
+    assert "test_local.py" in str(walk.shared.examples_meet)
     walk, _, _ = local_program(lambda a, b: [a @ b.T], [E, E], [x, y])
-    assert "examples with other examples" in str(walk.shared.inside)
+    assert "examples with other examples" in str(walk.shared.examples_meet)
     walk, _, _ = local_program(lambda a, b: [jnp.tanh(a @ b).sum() ** 2], [E, None], [x, w])
-    assert walk.shared.inside is None and len(walk.shared.reductions) == 1
+    assert walk.shared.examples_meet is None and len(walk.shared.reductions) == 1

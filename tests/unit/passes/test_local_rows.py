@@ -8,7 +8,7 @@ from autopar.ir.local import PARTIAL
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import ArrayType, Equation, Var
 from autopar.ir.program_plan import Bounds, FamilyPlan, ProgramPlan
-from autopar.passes.local_forms import Shared
+from autopar.passes.local_forms import Localization
 from autopar.passes.localize import Localizer
 
 
@@ -17,7 +17,7 @@ def test_what_must_be_finite_is_a_whole_sum() -> None:
     scalar, bit = ArrayType((), np.dtype(np.float32)), ArrayType((), np.dtype(bool))
     table = TablePlan("t", (9,), "float32", 0, (), 3, "allreduce_rows", "devices", lifted=True)
     plan = ProgramPlan(Plan("step", 2, None, "exact", (), (), 0), (FamilyPlan(0, table, Bounds(4)),))
-    walk = Localizer(Shared(plan, True))
+    walk = Localizer(Localization(plan, True))
     rows, frontier, finite, nonzero = (Var(scalar) for _ in range(4))
     for var in (rows, frontier, finite, nonzero):
         walk.define(var, None if var is rows else PARTIAL)
