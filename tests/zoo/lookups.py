@@ -138,6 +138,8 @@ LOOKS: dict[str, Look] = {
     "one_hot_matmul": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.float32) @ p["emb"],
     "one_hot_of_few_bits": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.bfloat16) @ p["emb"],
     "one_hot_by_hand": lambda p, b: (jnp.arange(ROWS) == b["ids"][..., None]).astype(jnp.float32) @ p["emb"],
+    "one_hot_copied": lambda p, b: jnp.dot(jnp.array(b["ids"][..., None] == jnp.arange(ROWS), jnp.float32), p["emb"]),
+    "one_hot_where": lambda p, b: jnp.where(b["ids"][..., None] == jnp.arange(ROWS), 1.0, 0.0) @ p["emb"],
     "one_hot_einsum": lambda p, b: jnp.moveaxis(jnp.einsum("vd,vij->dji", p["emb"], _one_hot_first(b["ids"])), 0, -1),
     "one_hot_transposed": lambda p, b: (p["emb"].T @ jax.nn.one_hot(b["ids"].ravel(), ROWS).T).T,
     "one_hot_scaled_table": lambda p, b: jax.nn.one_hot(b["ids"], ROWS) @ (2 * p["emb"].astype(jnp.bfloat16)) * 1.0,
@@ -166,6 +168,7 @@ DENSE_LOOKS: dict[str, Look] = {
         lambda _, i: (None, jax.nn.one_hot(i, ROWS) @ p["emb"]), None, b["ids"].ravel()
     )[1],
     # No numbers of 0 and 1: smoothed labels touch every row.
+    "weighted_one_hot": lambda p, b: jnp.where(b["ids"][..., None] == jnp.arange(ROWS), 2.0, 0.0) @ p["emb"],
     "smoothed_one_hot": lambda p, b: (0.9 * jax.nn.one_hot(b["ids"], ROWS) + 0.1 / ROWS) @ p["emb"],
     "one_hot_of_floats": lambda p, b: (b["ids"][..., None] * 1.0 == jnp.arange(ROWS)).astype(jnp.float32) @ p["emb"],
     "tied_softmax": lambda p, b: jax.nn.softmax(p["emb"][b["ids"]] @ p["emb"].T)[..., :WIDTH],

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar.analysis.counting import Counting
 from autopar.analysis.primitives import IDENTITIES, SHAPED
-from autopar.ir.program import Atom, Equation, Program
+from autopar.ir.program import Atom, Equation, Literal, Program
 from autopar.ir.writer import expand
 from autopar.jax_types import Dtype, Leaf
 from autopar.passes.rewriting import LookupRewriter, Rewriter
@@ -33,6 +33,8 @@ _KEEPS = (
     | SHAPED
     | frozenset("convert_element_type mul div neg add sub optimization_barrier reduce_precision select_n".split())
 )
+#: Operations between a comparison and a product that leave a one-hot array one.
+_PLACES = IDENTITIES | {"convert_element_type", "transpose"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +197,8 @@ def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
 def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> OneHot | None:
     """Returns a description of a one-hot array; None of any other."""
     equation, converted, orders = made.get(atom), False, []
-    while equation is not None and equation.op in ("convert_element_type", "transpose"):
-        converted = converted or equation.op == "convert_element_type"
+    while equation is not None and (equation.op in _PLACES or _is_choice(equation, made)):
+        converted = converted or equation.op in ("convert_element_type", "select_n")
         orders += [equation.params["permutation"]] if equation.op == "transpose" else []
         equation = made.get(equation.inputs[0])
     if equation is None or equation.op != "eq" or not converted:
@@ -215,6 +217,17 @@ def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> O
         if found is not None:
             return OneHot(*found, shape, axis, order)
     return None
+
+
+def _is_choice(equation: Equation, made: Mapping[Atom, Equation]) -> bool:
+    """Returns whether an equation is `jnp.where(matches, 1, 0)`."""
+
+    def number(atom: Atom) -> float | None:
+        maker = made.get(atom)
+        source = maker.inputs[0] if maker is not None and maker.op == "broadcast_in_dim" else atom
+        return float(source.value) if isinstance(source, Literal) and source.shape == () else None
+
+    return equation.op == "select_n" and [number(a) for a in equation.inputs[1:]] == [0.0, 1.0]
 
 
 def _without(ids: Atom, axis: int, producers: Mapping[Atom, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
