@@ -60,19 +60,20 @@ def log_steps(extent: int) -> int:
     return int(min(high, max(low, 2 ** round(math.log2(max(best, 1))))))
 
 
-def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = False) -> bool:
+def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = False, steps: int = 1) -> bool:
     """Returns whether a step on the touched rows is expected to be faster than the dense one.
 
     Args:
       extent: V, rows of the table.
-      ids: Ids looked up in a step, duplicates included.
+      ids: Ids looked up in a call, duplicates included.
       row_bytes: Bytes of one row, the slots' rows included.
       deferred: Rows have to be brought up to date before they are read.
+      steps: Train steps in a call, of which each dense one walks every row.
     """
     small, rows_per_id = SMALL_FAMILY_BYTES, ROWS_PER_ID / math.sqrt(row_bytes)
     if deferred:
         small, rows_per_id = SMALL_DEFERRED_BYTES, min(rows_per_id * DEFERRED_ROWS, MOST_DEFERRED_ROWS)
-    return extent * row_bytes >= small and extent >= ids * rows_per_id
+    return extent * row_bytes >= small and extent * steps >= ids * rows_per_id
 
 
 def deferred_s(*, ids: int, row_elements: int) -> float:

@@ -39,10 +39,14 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
             walk.values[var] = _Rows(traces, pure=True)
     walk.run(program.block.equations)
     axes: dict[int, int] = {}
+    walk.found -= {(leaf, axis) for leaf, axis in walk.found if leaf in walk.updating()}
     looked_up = {leaf for leaf, _ in walk.found}
     written = {leaf: e for leaf, e in walk.written.items() if leaf not in looked_up}
     named = {k for k in written if choice_for(strategy, program.inputs[k].path).method in ROW_METHODS}
-    for leaf, axis in sorted({*walk.found, *((leaf, 0) for leaf in named)}):
+    found = {*walk.found, *((leaf, 0) for leaf in named)}
+    sizes = {(leaf, axis): program.block.inputs[leaf].shape[axis] for leaf, axis in found}
+    # Of a table that is indexed along several axes, `tables[field, ids]`, the rows are those of the longest.
+    for leaf, axis in sorted(found, key=lambda at: (at[0], -sizes[at], at[1])):
         layout = program.inputs[leaf].layout
         if layout is None or layout[1] == axis:  # a stored table's row axis is settled
             axes.setdefault(leaf, axis)
@@ -59,8 +63,8 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
     for k, write in written.items():
         unfollowed.setdefault(k, why_only_written(write, program.inputs[k].path))
     rows_read = {k: _rows_read(program.block.inputs[k].type, equations) for k, equations in walk.read_by.items()}
-    found = {"unfollowed": unfollowed, "rows_read": rows_read}
-    return replace(program, tables=tables, candidates=candidates, **found), note
+    facts = {"unfollowed": unfollowed, "rows_read": rows_read}
+    return replace(program, tables=tables, candidates=candidates, **facts), note
 
 
 def _rows_read(table: ArrayType, reads: Iterable[Equation]) -> int:
@@ -105,6 +109,9 @@ class _Lookups(Interpreter[_Rows]):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[tuple[int, int]] = set()  #: (leaf, axis) that a lookup reads.
+        self.old: set[int] = set()  #: Leaves that are looked up as they were before the step.
+        #: Leaf -> for each lookup in what the step has changed, all leaves whose rows that has.
+        self.new: dict[int, set[frozenset[int]]] = {}
         #: Leaf -> the equation that loses its rows, and one that reads parts of the result.
         self.unfollowed: dict[int, tuple[Equation, Equation]] = {}
         self.read_by: dict[int, dict[Equation, None]] = {}  #: Leaf -> equations that read parts of it.
@@ -171,7 +178,7 @@ class _Lookups(Interpreter[_Rows]):
             self._look_up(equation, operands)
         self._note_unfollowed(equation, operands)
         if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # rows stay in place
-            return [operands[0]]
+            return [replace(operands[0], pure=False, constant=False)]
         if equation.op in ALIGNED or equation.op == "optimization_barrier":
             pairs = zip(equation.inputs, operands, strict=True)
             shape = None if equation.op in ("concatenate", "optimization_barrier") else equation.outputs[0].shape
@@ -190,9 +197,19 @@ class _Lookups(Interpreter[_Rows]):
         picked = {t for t in operands[0].traces if _picks_rows(equation, t[2])}
         chosen = {t for t in picked if not self._is_fixed(equation, t[2])}
         # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
-        for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}:
+        chosen = chosen or {t for t in picked if t[1] == 0}
+        leaves = frozenset(leaf for leaf, _, _ in chosen)
+        for leaf, of, _ in chosen:
             self.found.add((leaf, of))
             self.read_by.setdefault(leaf, {})[equation] = None
+            if not operands[0].pure:
+                self.new.setdefault(leaf, set()).add(leaves)
+        self.old |= leaves if operands[0].pure else frozenset()
+
+    def updating(self) -> set[int]:
+        """Returns leaves that update tables: of several steps in a call, later ones look up what earlier ones made of
+        a table and its slots."""
+        return {k for k, lookups in self.new.items() if k not in self.old and all(self.old & ks for ks in lookups)}
 
     def _losing(self, equation: Equation, operands: Sequence[_Rows], results: Sequence[_Rows]) -> Sequence[_Rows]:
         """Returns the results of an equation of states alone, with the leaves whose rows were lost by it or before."""

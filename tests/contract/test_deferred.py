@@ -316,6 +316,7 @@ USES: dict[str, Callable[[], Case]] = {
         lambda p, ids: jax.lax.scan(lambda h, i: (jnp.tanh(h + p["t"][i]), p["t"][i]), jnp.zeros(WIDTH), ids)[1],
         {"t": (ROWS, WIDTH)},
     ),
+    "several tables in one": lambda: _tables(lambda p, ids: p["t"][ids % 2, ids], {"t": (2, ROWS, WIDTH)}),
     "two rows": lambda: _tables(lambda p, ids: p["t"][ids % 2], {"t": (2, WIDTH)}),
     "as many rows as ids": lambda: _tables(lambda p, ids: p["t"][ids % 6], {"t": (6, 6)}),
     "out of range": lambda: _tables(
@@ -327,6 +328,25 @@ USES: dict[str, Callable[[], Case]] = {
 @pytest.mark.parametrize("name", every(3, USES))
 def test_uses(name: str) -> None:
     assert differ(USES[name](), steps=60, log_steps=9) == []
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_several_steps_a_call(reverse: bool) -> None:
+    """Rows that a loop over steps doesn't touch are multiplied as those of one step are, and slots are no tables."""
+    one = rows_case(adam(), two_slots)
+
+    def step(state: Any, batches: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(one.step, state, batches, reverse=reverse)
+
+    def stacked(k: int) -> Any:
+        return jax.tree.map(lambda *x: np.stack(x), *(one.batches(3 * k + i) for i in range(3)))
+
+    case = Case(step, one.state, stacked, one.tables)
+    assert differ(case, steps=40) == []
+    compiled = deferring(case.step).planned_for(case.state, case.batches(0)).compiled
+    assert [table.path for table in compiled.plan.tables] == ["table"]
+    (flush,) = (e for e in compiled.program.block.equations if e.op == "ap.flush")
+    assert flush.params["replay"].scale_only is not None
 
 
 def test_one_leaf_in_two_places() -> None:

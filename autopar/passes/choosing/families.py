@@ -246,7 +246,19 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
     own = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
     if choices.options.accelerators:
         return lifting_pays_on_accelerators(family_bytes=own * space.extent, deferred=space.deferred)
-    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=own, deferred=space.deferred)
+    steps = _steps(program, space)
+    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=own, deferred=space.deferred, steps=steps)
+
+
+def _steps(program: Program, space: RowSpace) -> int:
+    """Returns how often a call updates a family: a loop over several train steps carries it."""
+    leaves, turns = {program.block.inputs[k] for k in space.leaves}, [1]
+    for equation in program.block.equations:
+        if equation.op == "scan":
+            first, count, body = equation.border.consts, equation.border.carries, equation.bodies[0]
+            carries = zip(equation.inputs[first:], body.inputs[first:], body.outputs[:count], strict=False)
+            turns += [equation.params["length"] for a, old, new in carries if a in leaves and old is not new]
+    return max(turns)
 
 
 def _why_dense(

@@ -7,6 +7,7 @@ values are scalars that were broadcast before they met a row; they are kept as s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,12 +27,15 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Literal,
 from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.strategy import choice_for
-from autopar.ir.writer import Writer
+from autopar.ir.writer import Writer, expand
 from autopar.passes.lifting.equations import UntouchedScope
 from autopar.passes.lifting.scope import Scope
+from autopar.passes.rewriting import Rewriter
 
 #: Largest record of a step, as a fraction of the family's bytes; a larger one would save nothing.
 _RECORD_SHARE = 1 / 64
+#: Most equations of a loop that is written out.
+_WRITTEN_OUT = 512
 #: Bytes that a step may always write down.
 _SMALL_RECORD = 1 << 14
 
@@ -100,9 +104,8 @@ def read_untouched_update(
     space = scope.lifting.spaces[family]
     axes = space.row_axes
     chunk = untouched.routes[family]
-    kept, _ = eliminate_dead(
-        Block((*inner.values(), *untouched.imports.values()), tuple(untouched.equations), tuple(new))
-    )
+    form = Block((*inner.values(), *untouched.imports.values()), tuple(untouched.equations), tuple(new))
+    kept, _ = eliminate_dead(_Simpler().block(form))
     rows: dict[int, Var] = {}
     renamed: dict[Atom, Atom] = {}
     names = {v: k for k, v in inner.items()}
@@ -128,7 +131,7 @@ def read_untouched_update(
             dependent.update(equation.outputs)
         else:
             step.compute(equation)
-    results = [renamed.get(a, a) for a in new]
+    results = [renamed.get(a, a) for a in kept.outputs]
     for leaf in changed:
         if leaf not in rows:
             rows[leaf] = Var(scope.at(scope.block.inputs[leaf].type, axes[leaf], family))
@@ -155,6 +158,57 @@ def read_untouched_update(
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"
         raise NotDeferrable(space.leaves, Refusal(reason, None, LAZY))
     return UntouchedUpdate(replay, body, read, tuple(values))
+
+
+class _Simpler(Rewriter):
+    """Makes an untouched update simpler: a masked gradient of 0 doesn't depend on the row's number, and of short loops
+    over several steps, written out, it is known what they do to a row."""
+
+    def rule(self, equation: Equation) -> list[Equation]:
+        if equation.op not in ("mul", "select_n"):
+            return [equation]
+        (out,), inputs = equation.outputs, equation.inputs
+        values = inputs if equation.op == "mul" else inputs[1:]
+        zeros = [a for a in values if a.shape == out.shape and self._is_zero(a)]
+        others = [a for a in values if a not in zeros]
+        if not zeros or not all(equation.op == "mul" and self._is_mask(a) for a in others):
+            return [equation]
+        self.env[out] = zeros[0]
+        return []
+
+    def _is_zero(self, atom: Atom) -> bool:
+        source = self._source(atom)
+        return isinstance(source, Literal) and not jax_compat.is_key(source.dtype) and not np.any(source.value)
+
+    def _is_mask(self, atom: Atom) -> bool:
+        """Returns whether all elements are 0 or 1."""
+        source = self._source(atom)
+        return isinstance(source.type, ArrayType) and source.dtype == np.bool_
+
+    def _source(self, atom: Atom) -> Atom:
+        maker = self.made.get(atom)
+        while maker is not None and maker.op in ("broadcast_in_dim", "ap.full", "reshape", "convert_element_type"):
+            atom, maker = maker.inputs[0], self.made.get(maker.inputs[0])
+        return atom
+
+    def nested(self, equation: Equation) -> list[Equation]:
+        border, length = equation.border, equation.params.get("length", 0)
+        carried = border.consts + border.carries
+        is_stacked = len(equation.outputs) > border.carries
+        if equation.op != "scan" or is_stacked or length * sum(1 for _ in equation.bodies[0].walk()) > _WRITTEN_OUT:
+            return [equation]
+        made: list[Equation] = []
+        carry: Sequence[Atom] = equation.inputs[border.consts : carried]
+        for k in range(length)[:: -1 if equation.params["reverse"] else 1]:
+            operands = [*equation.inputs[: border.consts], *carry]
+            for atom in equation.inputs[carried:]:
+                made += expand(functools.partial(jax.lax.index_in_dim, index=k, keepdims=False), equation, (atom,))
+                operands.append(made[-1].outputs[0])
+            turn, _ = clone(equation.bodies[0], dict(zip(equation.bodies[0].inputs, operands, strict=True)))
+            made += turn.equations
+            carry = turn.outputs
+        self.env.update(zip(equation.outputs, carry, strict=True))
+        return made
 
 
 @dataclass(eq=False)

@@ -23,6 +23,8 @@ from autopar.cost.model import SMALL_DEFERRED_BYTES
         ("adamw", "auto", True),
         ("bfloat16 momentum", "auto", True),
         ("bfloat16 table", "auto", False),
+        ("masked gradient", "auto", True),
+        ("frozen row", "auto", True),
     ],
 )
 def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) -> None:
@@ -31,9 +33,14 @@ def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) 
     def step(state: Any, ids: Any) -> Any:
         def loss_fn(params: Any) -> Any:
             penalty = 1e-3 * jnp.sum(params["t"] ** 2) if kind == "l2" else 0.0
-            return jnp.mean((params["t"][ids] @ params["w"]) ** 2) + penalty
+            table = params["t"]
+            if kind == "frozen row":
+                table = jnp.where(jnp.arange(len(table))[:, None] == 3, jax.lax.stop_gradient(table), table)
+            return jnp.mean((table[ids] @ params["w"]) ** 2) + penalty
 
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        if kind == "masked gradient":
+            grads["t"] = grads["t"] * (jnp.arange(len(grads["t"])) != 3)[:, None]
         updates, opt = tx.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state["average"], params) if "average" in state else {}

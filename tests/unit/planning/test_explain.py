@@ -164,6 +164,28 @@ def test_few_rows_against_many_ids_stay_dense_unless_named() -> None:
     assert autopar.parallelize(step, strategy="ps").planned_for(shapes(state), shapes(ids)).compiled.plan.lifts
 
 
+def test_many_ids_pay_if_a_loop_trains_many_steps() -> None:
+    """A dense step walks all rows in each of its turns."""
+
+    def step(table: Any, ids: Any) -> tuple[Any, Any]:
+        return table - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table), ids.sum()
+
+    def several(table: Any, batches: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(step, table, batches)
+
+    table, batches = jax.ShapeDtypeStruct((ROWS, 4), np.float32), jax.ShapeDtypeStruct((16, 200), np.int32)
+    for planned, ids, lifts in ((several, batches, True), (step, jax.ShapeDtypeStruct((3200,), np.int32), False)):
+        assert autopar.parallelize(planned).planned_for(table, ids).compiled.plan.lifts == lifts
+
+
+def test_rows_of_tables_in_one_array_lie_along_the_longest_axis() -> None:
+    def step(tables: Any, ids: Any) -> tuple[Any, Any]:
+        return tables - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(t[ids % 4, ids])))(tables), ids.sum()
+
+    (table,) = autopar.plan(autopar.parallelize(step), jnp.ones((4, ROWS, 4)), IDS).tables
+    assert table.lifted and f"of {ROWS} rows" in table.reason
+
+
 @pytest.mark.parametrize("strategy", [{"params/em*": "ps"}, {"params/emb": "allgather", "**": "auto"}, {"**": "ps"}])
 def test_patterns(strategy: dict[str, str]) -> None:
     step, state = make(optax.adagrad(0.1))
