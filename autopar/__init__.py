@@ -6,7 +6,7 @@ Importing autopar loads what a step on one device needs. Everything else is load
 from importlib import import_module
 from typing import Any
 
-from autopar.collection import paused_collection
+from autopar.garbage import paused_collection
 
 # A garbage collection during imports would walk all of JAX's objects, which takes a tenth of the import.
 with paused_collection(lasting=True):
@@ -46,7 +46,7 @@ _HOMES = {
     "report.build": "Report report",
     "retrieval": "top_k",
     "run.step": "ParallelStep",
-    "schedules": "large_batch_schedule",
+    "learning_rates": "large_batch_schedule",
     "servers.timeline": "Timeline",
     "state.checkpoint": "Restored restore save",
     "state.checkpointer": "Checkpointer",

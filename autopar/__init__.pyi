@@ -31,6 +31,7 @@ from autopar.errors import VerificationError as VerificationError
 from autopar.ir.pipeline import Pipeline as Pipeline
 from autopar.ir.plan import Plan as Plan
 from autopar.launch.start import watchdog as watchdog
+from autopar.learning_rates import large_batch_schedule as large_batch_schedule
 from autopar.measure.cluster import Cluster as Cluster
 from autopar.planning.alpha import Alphas as Alphas
 from autopar.planning.alpha import TableAlpha as TableAlpha
@@ -57,7 +58,6 @@ from autopar.report.build import Report as Report
 from autopar.report.build import report as report
 from autopar.retrieval import top_k as top_k
 from autopar.run.step import ParallelStep as ParallelStep
-from autopar.schedules import large_batch_schedule as large_batch_schedule
 from autopar.servers.timeline import Timeline as Timeline
 from autopar.state.checkpoint import Restored as Restored
 from autopar.state.checkpoint import restore as restore

@@ -22,9 +22,9 @@ from autopar.measure.calibrate import rates_of
 from autopar.measure.figures import NOWHERE, Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.run.arguments import donated_arguments, positions_of, static_arguments
-from autopar.run.asked import Asked
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
+from autopar.run.request import StepRequest
 from autopar.run.step import LazyStep, ParallelStep
 from autopar.sync import Sync
 from autopar.ways.table import way_for, way_of
@@ -213,7 +213,7 @@ def parallelize(
         per_device=None if axis_name is None else PerDevice(axis_name, 1, batch_axis),
         way_of=way_of,
     )
-    asked = Asked(
+    request = StepRequest(
         planner=planner,
         mesh=mesh,
         data_axis=data_axis,
@@ -225,8 +225,8 @@ def parallelize(
         parallelize=lambda **changes: parallelize(step, **{**arguments, **changes}),
         way_for=way_for,
     )
-    way.check(asked)
-    return way.step(asked).made_by(parallelize, arguments)
+    way.check(request)
+    return way.step(request).made_by(parallelize, arguments)
 
 
 def _known(devices: Devices) -> Machine:

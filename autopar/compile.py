@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from autopar.collection import paused_collection
 from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.garbage import paused_collection
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program

@@ -28,7 +28,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from autopar import jax_compat
-from autopar.collection import returned_memory
+from autopar.garbage import returned_memory
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)

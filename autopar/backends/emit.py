@@ -23,7 +23,7 @@ from autopar.backends.devices import Mapped, OwnPart, reduce_over
 from autopar.backends.indices import ROW_OPS, cut, in_range
 from autopar.backends.layouts import own_rows, own_whole
 from autopar.backends.microbatches import Microbatch, run_microbatches
-from autopar.backends.protocol import Others, RowBackend
+from autopar.backends.row_backend import Others, RowBackend
 from autopar.backends.segments import Entries
 from autopar.backends.single import ReplicatedRows, SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split

@@ -29,7 +29,7 @@ from autopar.backends.indices import (
     spread_last_row,
     untouched,
 )
-from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
+from autopar.backends.row_backend import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import split
 from autopar.jax_types import Array, Params

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from autopar.backends import indices
 from autopar.backends.devices import OwnPart
-from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
+from autopar.backends.row_backend import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.program import RouteType
 from autopar.jax_types import Array, Params
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from jax.extend.core import JaxprEqn
 
 from autopar import jax_compat
-from autopar.collection import paused_collection
 from autopar.errors import is_library
+from autopar.garbage import paused_collection
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
 from autopar.jax_types import Jaxpr, Leaf
 

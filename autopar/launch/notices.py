@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import jax
 
-from autopar.collection import returned_memory
+from autopar.garbage import returned_memory
 from autopar.mpi.world import world
 
 #: Seconds of work before it is said.

@@ -1,6 +1,6 @@
 """`check`: compares the bytes that a compiled step sends between devices with its plan.
 
-XLA's compiled program (`measure.collectives`) lists collectives, and doesn't say what they are for:
+XLA's compiled program (`measure.compiled_collectives`) lists collectives, and doesn't say what they are for:
 
 - All-to-alls belong to the tables alone: their bytes must be the plan's.
 - All-gathers belong to the tables, and to the model where its examples meet (negatives of the same batch).
@@ -32,7 +32,7 @@ from autopar.ir.program import Block, Equation
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.timeline import Run, Send, Timeline
 from autopar.jax_types import Pytree
-from autopar.measure.collectives import Collective, read_collectives
+from autopar.measure.compiled_collectives import Collective, read_collectives
 from autopar.measure.figures import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.planning.predictions import predict_method

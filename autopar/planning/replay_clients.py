@@ -25,7 +25,7 @@ from autopar.ir.program import Program
 from autopar.jax_types import Array, Leaf, Pytree, Sent
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.protocols import Compute, Receive, Send, pulling_step
-from autopar.run.exchanges import MeansRunner, RingEnd
+from autopar.run.averaging import MeansRunner, RingEnd
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.replicas import TouchedRows, Weights, fragments_of
 from autopar.run.step import ParallelStep

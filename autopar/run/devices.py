@@ -1,6 +1,6 @@
 """`DevicesRunner`: calls a planned step on several devices.
 
-A step with measured capacities (`backends.spread`) has a fallback for batches that exceed them. Both together take
+A step with measured capacities (`backends.on_devices`) has a fallback for batches that exceed them. Both together take
 twice as long to compile, and the fallback rarely runs. So `LateFallback` first calls the step alone, reads a flag that
 says whether a capacity was exceeded, and calls the program with both if so. That program is compiled in the background
 after some steps; later steps call it, and wait for no flag.

@@ -18,7 +18,7 @@ from autopar.backends.background import Compilation
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import donation_order, emit, has_unread_states
-from autopar.backends.spread import mapped, on_ordinary_arrays, spread, with_fallback, without_fallback
+from autopar.backends.on_devices import mapped, on_ordinary_arrays, spread, with_fallback, without_fallback
 from autopar.compile import Compiled
 from autopar.errors import StepError
 from autopar.interrupts import interruptible

@@ -31,7 +31,7 @@ from autopar.ir.timeline import Action, Drops, Join, Microbatch, Run, Send, SumO
 from autopar.jax_types import Array, Dtype, Leaf, Sharding
 from autopar.launch.notices import tell
 from autopar.launch.progress import PROGRESS
-from autopar.measure.collectives import Collective, read_collectives
+from autopar.measure.compiled_collectives import Collective, read_collectives
 from autopar.mpi.point_to_point import Incoming, PointToPoint, point_to_point
 from autopar.run.kept_placements import KeptArguments
 

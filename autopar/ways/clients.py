@@ -13,8 +13,8 @@ from autopar.ir.strategy import asks_for_hosts
 from autopar.launch.group import StoreGroup
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import CLIENTS_VARIABLE, job
-from autopar.run.asked import Asked
 from autopar.run.planner import Planner
+from autopar.run.request import StepRequest
 from autopar.sync import Sync
 from autopar.ways.way import Way
 
@@ -37,27 +37,27 @@ class WithClients(Way):
     not_on_hosts = 'Keep their rows on the devices, strategy="ps"'
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Refuses `sync=` together with `pipeline=` or tables on hosts."""
-        if not isinstance(asked.sync, Sync):
+        if not isinstance(request.sync, Sync):
             raise ArgumentsError(
-                f"sync={asked.sync!r}: give autopar.sync.Average(every=...) or autopar.sync.Async(...)"
+                f"sync={request.sync!r}: give autopar.sync.Average(every=...) or autopar.sync.Async(...)"
             )
-        if asked.pipeline is not None:
+        if request.pipeline is not None:
             raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
-        if asks_for_hosts(asked.planner.options.strategy):
+        if asks_for_hosts(request.planner.options.strategy):
             raise ArgumentsError(
-                f"sync={type(asked.sync).__name__}(...): tables on hosts are one for all ranks that train one state "
+                f"sync={type(request.sync).__name__}(...): tables on hosts are one for all ranks that train one state "
                 f"together. {cls.not_on_hosts}"
             )
 
     @classmethod
-    def planner(cls, asked: Asked) -> Planner:
+    def planner(cls, request: StepRequest) -> Planner:
         """Returns a planner for the devices of one client."""
-        sync, processes = asked.sync, asked.devices.processes
+        sync, processes = request.sync, request.devices.processes
         assert sync is not None, "clients are asked for"
-        clients = Clients.of(asked.devices, sync.clients if sync.clients is not None else said_clients(processes))
-        planner = asked.on(clients.devices)
+        clients = Clients.of(request.devices, sync.clients if sync.clients is not None else said_clients(processes))
+        planner = request.on(clients.devices)
         servers = checked_servers("sync", getattr(sync, "servers", None), clients.processes.size)
         own = tuple(range(job().workers, job().workers + servers)) if job().servers else ()
         options = replace(planner.options, may_leave=False)

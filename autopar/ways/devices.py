@@ -23,10 +23,10 @@ from autopar.passes.localize_tensor import localize_tensor
 from autopar.passes.place import place
 from autopar.passes.pool_bags import pool_bags
 from autopar.passes.stack_tables import read_stacks, stack_tables
-from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
 from autopar.run.planned_step import OneDeviceRunner, PlannedStep, Runner
 from autopar.run.planner import Planner
+from autopar.run.request import StepRequest
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
@@ -36,16 +36,16 @@ class OnDevices(Way):
     """Data parallelism, with products divided over a tensor axis if the mesh has one."""
 
     @classmethod
-    def planner(cls, asked: Asked) -> Planner:
+    def planner(cls, request: StepRequest) -> Planner:
         """Returns a planner for all devices. If the user left everything open, it may fall back to a pipeline for a
         state that fits in no other way."""
-        planner = asked.on(asked.devices)
+        planner = request.on(request.devices)
         options = planner.options
         is_open = options.strategy == "auto" and options.plan is None and options.microbatches == 1
-        if not is_open or planner.per_device is not None or asked.devices.mesh.size == 1:
+        if not is_open or planner.per_device is not None or request.devices.mesh.size == 1:
             return planner
         pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
-        return replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
+        return replace(planner, in_stages=partial(request.planner_by, pipeline=pipeline))
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         made = list(lifting(bound))

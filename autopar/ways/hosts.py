@@ -26,9 +26,9 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_segments import split_segments
 from autopar.passes.stack_tables import stack_tables
-from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import ON_DEVICES, Planner
+from autopar.run.request import StepRequest
 from autopar.tables.host import HostHome
 from autopar.tables.leaf import Home
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
@@ -50,17 +50,17 @@ class OnHosts(Way):
     is_watched = False
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Refuses a tensor axis."""
-        super().check(asked)
-        if asked.devices.tensor_axis is not None:
+        super().check(request)
+        if request.devices.tensor_axis is not None:
             raise ArgumentsError(
-                f"{asked.tensor} doesn't go with tables on hosts, whose ranks run programs of their own"
+                f"{request.tensor} doesn't go with tables on hosts, whose ranks run programs of their own"
             )
 
     @classmethod
-    def planner(cls, asked: Asked) -> Planner:
-        planner = asked.on(asked.devices, everyone().size)
+    def planner(cls, request: StepRequest) -> Planner:
+        planner = request.on(request.devices, everyone().size)
         return replace(planner, options=replace(planner.options, hosts=True))
 
     @property

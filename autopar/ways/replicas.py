@@ -15,8 +15,8 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
-from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep, Runner
+from autopar.run.request import StepRequest
 from autopar.sync import Elastic, Replicated
 from autopar.tables.replica import Replica
 from autopar.ways.clients import WithClients
@@ -36,11 +36,11 @@ class InReplicas(WithClients):
     sync: Replicated
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Warns if training may diverge."""
-        super().check(asked)
-        if isinstance(asked.sync, Replicated) and asked.sync.slope is not None:
-            asked.sync.check_stable(asked.sync.slope)
+        super().check(request)
+        if isinstance(request.sync, Replicated) and request.sync.slope is not None:
+            request.sync.check_stable(request.sync.slope)
 
     def among(self, clients: int, servers: int | None = None) -> Self:
         """Checks that a ring has an even number of clients."""
@@ -65,7 +65,7 @@ class InReplicas(WithClients):
 
     def runner(self, planned: PlannedStep) -> Runner:
         """Returns the inner runner, wrapped in the exchange of weights."""
-        from autopar.run.exchanges import ElasticRunner, MeansRunner, RingRunner
+        from autopar.run.averaging import ElasticRunner, MeansRunner, RingRunner
         from autopar.run.replicas import TouchedRows
 
         compiled, sync, plan = planned.compiled, self.sync, planned.compiled.plan.sync

@@ -18,9 +18,9 @@ from autopar.jax_types import Leaf
 from autopar.passes.localize_rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
-from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
+from autopar.run.request import StepRequest
 from autopar.run.served import GlobalBatchStep, WarmupStep
 from autopar.run.step import ParallelStep
 from autopar.sync import Async
@@ -45,25 +45,25 @@ class OnServers(WithClients):
     not_on_hosts = "The servers of Async keep the state, in the processes: leave strategy= out"
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Leaves a joined step (`is_joined`) to the checks of the `parallelize` calls in `step`."""
-        assert isinstance(asked.sync, Async), "servers are asked for"
+        assert isinstance(request.sync, Async), "servers are asked for"
         if not asked.sync.is_joined:
-            super().check(asked)
+            super().check(request)
 
     @classmethod
-    def step(cls, asked: Asked) -> ParallelStep:
+    def step(cls, request: StepRequest) -> ParallelStep:
         """Returns the step that a user calls: one of workers; with staleness 0 data parallelism over all minibatches;
         or the latter as a warm-up of the former."""
-        sync = asked.sync
+        sync = request.sync
         assert isinstance(sync, Async), "servers are asked for"
         if not sync.is_joined:
-            return super().step(asked)
-        plain = asked.parallelize(sync=None)
+            return super().step(request)
+        plain = request.parallelize(sync=None)
         joined = GlobalBatchStep(plain.planner, all_devices=plain.devices)
         if sync.staleness == 0:
             return joined
-        later = asked.parallelize(sync=replace(sync, warmup=0))
+        later = request.parallelize(sync=replace(sync, warmup=0))
         return WarmupStep(later.planner, first=joined, warmup=sync.warmup)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:

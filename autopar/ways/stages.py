@@ -13,10 +13,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices, StageDevice
-from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
+from autopar.garbage import paused_collection
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program, Var, known
@@ -32,10 +32,10 @@ from autopar.passes.localize_tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.staging.loads import DividedLeaves
 from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
-from autopar.run.asked import Asked
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
+from autopar.run.request import StepRequest
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.staged import StageHome, StagePart, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
@@ -59,13 +59,13 @@ class InStages(Way):
     group: StoreGroup | None = None  #: The processes of the devices.
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Checks that there are devices for all stages, and that this process has some of them."""
-        super().check(asked)
-        pipeline, options, tensor = asked.pipeline, asked.planner.options, asked.devices.tensor
+        super().check(request)
+        pipeline, options, tensor = request.pipeline, request.planner.options, request.devices.tensor
         if not isinstance(pipeline, Pipeline):
             raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-        there = asked.devices.mesh.size // tensor
+        there = request.devices.mesh.size // tensor
         if pipeline.stages != AUTO and pipeline.devices > there:
             divided = f" times the {tensor} of the tensor axis" * (tensor > 1)
             raise ArgumentsError(
@@ -79,7 +79,7 @@ class InStages(Way):
             raise ArgumentsError(
                 f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out"
             )
-        devices = _stage_devices(pipeline, asked.devices)
+        devices = _stage_devices(pipeline, request.devices)
         for each in devices:
             if len({device.process_index for device in each.devices}) > 1:
                 raise ArgumentsError(
@@ -96,13 +96,13 @@ class InStages(Way):
             )
 
     @classmethod
-    def planner(cls, asked: Asked) -> Planner:
-        pipeline = asked.pipeline
+    def planner(cls, request: StepRequest) -> Planner:
+        pipeline = request.pipeline
         assert pipeline is not None, "a pipeline is asked for"
-        devices = _stage_devices(pipeline, asked.devices)
+        devices = _stage_devices(pipeline, request.devices)
         flat = tuple(device for each in devices for device in each.devices)
         all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
-        planner = asked.on(asked.devices)
+        planner = request.on(request.devices)
         options = replace(planner.options, devices=1, microbatches=pipeline.microbatch_count)
         machine = Machine(memory=partial(memory_of, all_), stages=partial(stage_rates_of, flat, all_.processes))
         way = cls(options, pipeline=pipeline, stage_devices=devices, count=len(devices), group=all_.processes)

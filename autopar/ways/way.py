@@ -38,9 +38,9 @@ if TYPE_CHECKING:  # names of those who ask
     from autopar.launch.group import StoreGroup
     from autopar.planning.check import Check
     from autopar.planning.verify import Verification
-    from autopar.run.asked import Asked
     from autopar.run.planned_step import PlannedStep, Runner
     from autopar.run.planner import Planner
+    from autopar.run.request import StepRequest
     from autopar.run.step import ParallelStep
     from autopar.servers.timeline import Timeline
     from autopar.state.init import Maker
@@ -67,9 +67,9 @@ class Way:
     is_watched: ClassVar[bool] = True
 
     @classmethod
-    def check(cls, asked: Asked) -> None:
+    def check(cls, request: StepRequest) -> None:
         """Checks the way's own options, and that the others go with them. Raises ArgumentsError if they don't."""
-        plan = asked.planner.options.plan
+        plan = request.planner.options.plan
         if plan is not None and plan.clients_plan is not None:
             raise ArgumentsError(
                 f"{plan.name} is of {plan.clients_plan}, and doesn't hold all of what it was made with: give sync= as "
@@ -77,14 +77,14 @@ class Way:
             )
 
     @classmethod
-    def planner(cls, asked: Asked) -> Planner:
+    def planner(cls, request: StepRequest) -> Planner:
         """Returns the planner of the step."""
         raise NotImplementedError
 
     @classmethod
-    def step(cls, asked: Asked) -> ParallelStep:
+    def step(cls, request: StepRequest) -> ParallelStep:
         """Returns the step that a user calls."""
-        return asked.made(cls.planner(asked), is_watched=cls.is_watched)
+        return request.made(cls.planner(request), is_watched=cls.is_watched)
 
     def by(self, options: Options) -> Way:
         """Returns this way with other options."""

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal

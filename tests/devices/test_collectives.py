@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.cost import Sizes, sent_bytes, transfer_bytes
-from autopar.measure.collectives import Collective, read_collectives, sent_by_device
+from autopar.measure.compiled_collectives import Collective, read_collectives, sent_by_device
 from tests.support.meshes import mesh_of
 from tests.zoo import MODELS
 

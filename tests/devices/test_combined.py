@@ -16,7 +16,7 @@ from jax import lax
 
 import autopar
 from autopar.backends.combined import combined, schedule
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from tests.support.meshes import mesh_of
 
 AXIS, COUNT = "data", 4

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import autopar
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from tests.support.dense_steps import HIDDEN, ROWS, WIDTH, make_state, step
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of

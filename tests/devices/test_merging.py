@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
 from tests.support.row_steps import same

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from autopar.planning.verify import compare_runs
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.ir import schedule as schedules
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from autopar.planning.replay import replay
 from tests.support import nano_gpt
 from tests.support.explained import explained

@@ -16,7 +16,7 @@ import pytest
 
 import autopar
 from autopar.cost import sent_bytes
-from autopar.measure.collectives import Collective, read_collectives
+from autopar.measure.compiled_collectives import Collective, read_collectives
 from autopar.planning.check import CheckRow, compare_collectives
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.cost.rates import StageRates
-from autopar.measure.collectives import read_collectives
+from autopar.measure.compiled_collectives import read_collectives
 from autopar.planning import check as checking
 from tests.support.explained import explained
 from tests.support.machines import on_machine

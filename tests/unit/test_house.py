@@ -52,7 +52,7 @@ def loaded(*codes: str) -> list[set[str]]:
 
 #: Rooms that `import autopar` leaves for later.
 LATER = (
-    *("batches", "integrations", "kvstore", "planning", "report", "retrieval", "schedules", "servers", "state"),
+    *("batches", "integrations", "kvstore", "learning_rates", "planning", "report", "retrieval", "servers", "state"),
     "testing",
 )
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from autopar.backends.indices import pull_rows, set_at
-from autopar.collection import paused_collection
 from autopar.cost.model import (
     ROWS_PER_ID,
     SMALL_ACCELERATOR_BYTES,
@@ -21,6 +20,7 @@ from autopar.cost.model import (
     lifting_pays_on_accelerators,
     touched_bytes,
 )
+from autopar.garbage import paused_collection
 from autopar.ir.figures import format_bytes
 from autopar.ir.paths import matches
 from tests.support.pairs import pairwise

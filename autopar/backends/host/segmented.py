@@ -28,7 +28,7 @@ from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
-from autopar.backends.protocol import reduce_some
+from autopar.backends.row_backend import reduce_some
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Spread
 from autopar.ir.operations import plain_name, split

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.devices import Mapped, OwnPart, reduce_over
-from autopar.backends.protocol import Route, RowBackend
+from autopar.backends.row_backend import Route, RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import ReplicatedRows
 from autopar.ir.program_plan import ProgramPlan

@@ -1,7 +1,7 @@
 """Bounds sharded rows statically, by a limit that no batch exceeds or by a measured batch.
 
 A device may want all of its F rows from one owner, so the safe capacity of each of its N messages is F: N times the
-average need. A measured capacity needs a check and a fallback (`backends.spread`).
+average need. A measured capacity needs a check and a fallback (`backends.on_devices`).
 """
 
 from __future__ import annotations

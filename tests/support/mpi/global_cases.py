@@ -19,7 +19,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops
-from autopar.measure.collectives import sent_by_device
+from autopar.measure.compiled_collectives import sent_by_device
 from autopar.run import slow_plans
 from tests.support import dense_steps, stacked_tables
 from tests.support.explained import explained

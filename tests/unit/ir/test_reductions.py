@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.backends.protocol import reduce_routed
+from autopar.backends.row_backend import reduce_routed
 from autopar.ir.reductions import REDUCERS, neutral
 
 TRUTH: dict[str, Any] = {

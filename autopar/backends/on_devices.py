@@ -13,7 +13,7 @@ from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
 from autopar.backends.gloo import uses_gloo
 from autopar.backends.layouts import store, whole
-from autopar.backends.protocol import RowBackend
+from autopar.backends.row_backend import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import GatheredRows
 from autopar.ir.local import LocalFacts, Spread

@@ -1,4 +1,4 @@
-"""`Asked`: a user's request for a step, from which the chosen way makes its planner."""
+"""`StepRequest`: a user's request for a step, from which the chosen way makes its planner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.ways.way import Way
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Asked:
+class StepRequest:
     """A user's request for a step."""
 
     planner: Planner  #: A planner with the options that all ways share, without devices.
@@ -64,8 +64,8 @@ class Asked:
 
     def planner_by(self, **changes: object) -> Planner:
         """Returns the planner of the same request with changes."""
-        asked = replace(self, **changes)
-        return self.way_for(asked.sync, asked.pipeline, asked.planner.options.strategy).planner(asked)
+        request = replace(self, **changes)
+        return self.way_for(request.sync, request.pipeline, request.planner.options.strategy).planner(request)
 
     def made(self, planner: Planner, *, is_watched: bool) -> ParallelStep:
         """Returns the step. `is_watched`: this way allows watching the rows that batches touch."""

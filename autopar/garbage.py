@@ -1,4 +1,4 @@
-"""Python's garbage collector, while programs are made."""
+"""Controls Python's garbage collector while programs are made."""
 
 from __future__ import annotations
 
