@@ -288,7 +288,7 @@ class Rank:
         import optax
 
         import autopar
-        from autopar.backends.across import local
+        from autopar.backends.global_arrays import local
 
         params = jax.tree.map(local, autopar.average(self.state)[0])
         batch = self._drawn(7, HELD_OUT)

@@ -20,8 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
-from autopar.backends.across import jit_on, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import jit_on, place_array
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.topology import Everyone, Topology
 from autopar.jax_types import Array, Dtype, Json, Leaf

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, jit_on, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import is_global, jit_on, place_array
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.jax_types import Array, Index, Leaf
 

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.backends.across import jit_on, local, place_array
 from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
+from autopar.backends.global_arrays import jit_on, local, place_array
 from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker, ServedStep, ServerPart

@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import jit_on, local, place_array
 from autopar.backends.background import Compilation, beside
 from autopar.backends.deferred import NEVER, Deferred
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
+from autopar.backends.global_arrays import jit_on, local, place_array
 from autopar.backends.segments import Entries
 from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted

@@ -20,9 +20,9 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from autopar.backends.across import place_array
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import place_array
 from autopar.batches.sources import Examples, Held, Last, Part, Stream, axes_of, filled, map_axes
 from autopar.errors import ArgumentsError
 from autopar.interrupts import SIGNALS, Loop, Tell

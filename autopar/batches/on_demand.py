@@ -19,8 +19,8 @@ from autopar.servers.sessions import leave_sessions
 class BatchesOnDemand(Batches):
     """An iterator over a worker's minibatches: a free worker takes the next one, and waits for no other worker.
 
-    All processes make it, and restore a position, together. Its position counts the minibatches that workers have been
-    given; after a loop that has ended, where they have done their steps with these, it is exact.
+    All processes make it, and restore a position, together. Its position counts the minibatches that workers have
+    taken; it is exact after a loop, when their steps with these are done.
     """
 
     def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
@@ -37,10 +37,10 @@ class BatchesOnDemand(Batches):
         everyone().gather(b"", "a position in the minibatches")
 
     def __iter__(self) -> Iterator[Pytree]:
-        return Loop(self, self._told)
+        return Loop(self, self._take)
 
     def __next__(self) -> Pytree:
-        while self._next is None and self._told(()):
+        while self._next is None and self._take(()):
             pass  # a `for` loop answers the signals
         if self._next is None:
             raise StopIteration
@@ -59,8 +59,8 @@ class BatchesOnDemand(Batches):
         assert isinstance(self._source, Examples), "minibatches have numbers"
         return self._source
 
-    def _told(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Asks for a minibatch, and passes on this process's signals; returns those of all."""
+    def _take(self, numbers: Sequence[int]) -> Sequence[int]:
+        """Takes the next minibatch, and passes on this process's signals; returns all processes' signals."""
         clients = self._options.clients
         assert clients is not None, "workers have minibatches of their own"
         numbers = sorted({number for each in clients.said(tuple(numbers)) for number in each})
@@ -86,7 +86,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Asks for the number of the next minibatch over all epochs, or sets it. Answered by it."""
+    """Asks for the next minibatch's number over all epochs, which answers it; sets it first if `number` isn't None."""
 
     worker: int
     number: int | None = None
@@ -112,32 +112,29 @@ class MinibatchServerSpec(Spec):
 
 
 class MinibatchServer:
-    """Takes one message after the other. Each minibatch goes to one worker. `count`: minibatches of all epochs; None:
-    no end."""
+    """Gives each minibatch to one worker. `count`: minibatches of all epochs; None: no end."""
 
     def __init__(self, count: int | None, workers: int) -> None:
         self._count, self._workers, self._next = count, range(workers), 0
-        #: Signals -> workers that haven't been told yet; and workers that know that there is no more.
-        self._untold: dict[int, set[int]] = {}
-        self._done: set[int] = set()
+        self._uninformed: dict[int, set[int]] = {}  #: Signal -> workers that don't know of it yet.
+        self._done: set[int] = set()  #: Workers that know that there are no more minibatches.
 
     def take(self, message: Take | Position) -> list[tuple[int, NextMinibatch | int]]:
-        """Returns the answer with its worker. All workers that still ask are told of a signal, each before its next
-        minibatch."""
+        """Returns (worker, answer). Each worker that isn't done gets a signal before its next minibatch."""
         worker = message.worker
         if isinstance(message, Position):
             if message.number is not None:
                 self._next = message.number
-                self._untold.clear()
+                self._uninformed.clear()
                 self._done.clear()
             return [(worker, self._next)]
         for number in message.signals:
-            self._untold.setdefault(number, set(self._workers) - self._done)
-        signals = [number for number in SIGNALS if worker in self._untold.get(number, ())]
+            self._uninformed.setdefault(number, set(self._workers) - self._done)
+        signals = [number for number in SIGNALS if worker in self._uninformed.get(number, ())]
         for number in signals:
-            self._untold[number].discard(worker)
-            if not self._untold[number]:
-                del self._untold[number]
+            self._uninformed[number].discard(worker)
+            if not self._uninformed[number]:
+                del self._uninformed[number]
         if signals:
             return [(worker, NextMinibatch(None, signals))]
         if self._count is not None and self._next >= self._count:

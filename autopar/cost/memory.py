@@ -1,4 +1,4 @@
-"""Predicts the device memory of a plan's state, which tables to shard for it, and how many devices are enough."""
+"""Predicts the device memory of a plan's state; chooses tables to shard so that it fits, and numbers of devices."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from autopar.ir.strategy import Strategy, choice_for
 class Shardable:
     """A family that every device holds whole, though its rows could be sharded."""
 
-    saved: int  #: Bytes that sharding saves on each device.
-    dearer: float  #: Seconds (bytes, if these aren't known) that it adds to a step; negative if it saves some.
+    saved: int  #: Bytes that sharding it saves on each device.
+    added: float  #: Seconds (bytes, if rates aren't known) that sharding adds to a step; negative if it saves some.
 
 
 def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]:
-    """Chooses families to shard so that each device has `excess` bytes less, cheapest for each byte first.
+    """Chooses families to shard so that each device has `excess` bytes less: the cheapest for each byte first.
 
-    Only bytes in excess count. Families that later ones make needless are given back, the dearest first. Ties go by
-    order. If sharding all isn't enough, all are chosen.
+    Only bytes in excess count. Families that later ones make needless are dropped again, the most expensive first. Ties
+    go by order. All are chosen if even that isn't enough.
     """
     waiting = [k for k, family in enumerate(families) if family.saved > 0]
     taken: list[int] = []
     while waiting and excess > 0:
-        best = min(waiting, key=lambda k: (families[k].dearer / min(families[k].saved, excess), k))
+        best = min(waiting, key=lambda k: (families[k].added / min(families[k].saved, excess), k))
         waiting.remove(best)
         taken.append(best)
         excess -= families[best].saved
-    for k in sorted(taken, key=lambda k: (-families[k].dearer, k)):
+    for k in sorted(taken, key=lambda k: (-families[k].added, k)):
         if excess + families[k].saved <= 0:
             taken.remove(k)
             excess += families[k].saved
@@ -42,10 +42,10 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
 
 
 def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
-    """Returns the least number of devices with which a state fits; None if no number is enough.
+    """Returns the least number of devices on which a state fits; None if no number is enough.
 
-    `whole`: bytes that every device has, whatever their number. `spread`: bytes of each leaf that is divided among
-    them. `budget`: bytes that the state may take on each.
+    `whole`: bytes of replicated leaves. `spread`: bytes of each sharded leaf. `budget`: bytes of each device for the
+    state.
     """
 
     def fits(devices: int) -> bool:

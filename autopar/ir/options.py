@@ -17,38 +17,26 @@ from autopar.ir.strategy import Choose, Results, Sparse, Strategy, is_on
 class Options:
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"
-    #: What "auto" compares methods by.
-    choose: Choose = "times"
-    #: The optimisations that are on, as `optimize_text` has them.
-    optimize: str = "all"
-    devices: int = 1
+    choose: Choose = "times"  #: The criterion by which "auto" compares methods.
+    optimize: str = "all"  #: The optimisations that are on, as `optimize_text` writes them.
+    devices: int = 1  #: N; with `hosts`, ranks.
     batch_axis: BatchAxis = 0
-    #: The devices are accelerators, which have a memory of their own.
-    accelerators: bool = False
-    #: Tables on hosts are asked for; `devices` are ranks then.
-    hosts: bool = False
-    #: Devices of each rank then, at most.
-    rank_devices: int = 1
-    #: Placement of results by example across processes.
-    results: Results | None = None
-    #: Tables that don't fit the devices may be put on the hosts.
-    may_leave: bool = True
-    #: M.
-    microbatches: int = 1
-    #: Capacity over the example's load between two devices.
-    headroom: float = HEADROOM
-    #: Most steps that deferred rows wait; None: the cheapest number.
-    log_steps: int | None = None
+    accelerators: bool = False  #: The devices are accelerators, with a memory of their own.
+    hosts: bool = False  #: Some tables are on hosts.
+    rank_devices: int = 1  #: Most devices of each rank, with `hosts`.
+    results: Results | None = None  #: Placement of results by example across processes.
+    may_leave: bool = True  #: Tables that don't fit the devices may be moved to the hosts.
+    microbatches: int = 1  #: M.
+    headroom: float = HEADROOM  #: A capacity divided by the example's load between two devices.
+    log_steps: int | None = None  #: Most steps that deferred rows wait; None: the cheapest number.
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
-    #: Path of a leaf that came in shards -> the axis along which it stays sharded, by "ps" or "tensor".
+    #: Path of a leaf that came sharded -> the axis along which it stays sharded, by "ps" or "tensor".
     spread_axes: Mapping[str, int] = field(default_factory=dict)
-    #: Rows travel to those that update them, so every table goes by rows unless a step touches all of them.
+    #: Servers update the rows, so every table goes by rows unless a step touches all of them.
     rows_travel: bool = False
-    #: T.
-    tensor: int = 1
-    #: An earlier plan to follow.
-    plan: Plan | None = None
+    tensor: int = 1  #: T, devices along the tensor axis.
+    plan: Plan | None = None  #: An earlier plan to follow.
 
     def optimizes(self, name: str) -> bool:
         """Says whether an optimisation is on."""

@@ -3,7 +3,8 @@
 By itself an exception on one rank hangs the job: Python ends that process through its exit handlers, where JAX waits
 for the other processes, which wait for this one. So the interpreter's hooks for uncaught exceptions, of the main
 thread and of others, report and then abort all ranks at once. (`python -m mpi4py.run` comes too late: after JAX's
-exit handler.) How a rank leaves in good order is in `shutdown.py`.
+exit handler.) For a rank that is killed its supervisor speaks (`supervise.py`), for one that hangs the watchdog
+(`heartbeat.py`); `shutdown.py` has how a rank leaves in good order.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ microsecond). It is read by the hooks that report a fault, by the watchdog's thr
 (`supervise.py`), from a page of memory that outlives a killed process.
 
 A program with collectives runs on, unmarked, while Python does other things. Whoever dispatches one
-(`backends/across.py`) also leaves a result of it here: until that is ready, the process waits.
+(`backends/global_arrays.py`) also leaves a result of it here: until that is ready, the process waits.
 """
 
 from __future__ import annotations

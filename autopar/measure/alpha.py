@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.primitives import those_that
-from autopar.backends.across import local
 from autopar.backends.emit import emit
+from autopar.backends.global_arrays import local
 from autopar.ir.figures import Alpha, RowGrowth
 from autopar.ir.program import Block, Equation, Program
 from autopar.ir.rowspace import RowIds, RowSpace
@@ -41,7 +41,7 @@ def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None
 
 
 def most(ids: RowIds, extent: int, devices: int) -> Alpha:
-    """Returns the upper bound of alpha, with all ids different."""
+    """Returns the upper bound of alpha: all ids are different."""
     return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
 
 
@@ -98,7 +98,7 @@ def _is_known(block: Block, used: Sequence[bool], leaves: Sequence[Leaf]) -> boo
 
 
 def id_reader(program: Program, *families: RowIds) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
-    """Compiles `example_ids` of families, one's behind another's, once for many examples."""
+    """Compiles `example_ids` for many examples; ids of several families are concatenated in their order."""
     block, used = id_program(program, *families)
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
@@ -124,8 +124,7 @@ def id_program(program: Program, *families: RowIds) -> tuple[Block, list[bool]]:
 
 
 def is_exact(block: Block) -> bool:
-    """Returns whether a program of ids returns the same ones however it is compiled; float rounding could change
-    them."""
+    """Returns whether a program of ids returns the same ids however it is compiled, as no float is rounded in it."""
     return all(_moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
 
 
@@ -143,8 +142,8 @@ def id_inputs(program: Program) -> list[bool]:
 
 # --- the growth of rows: how many distinct rows n workers touch together, from what a few of them touch ---
 #
-# Heaps' law (Heaps, "Information Retrieval", 1978, 7.5): m words of a text hold about k m^beta distinct ones. It has no
-# end, but a table has V rows. So H is the number of distinct rows in an endless table, and of V rows there are
+# Heaps' law (Heaps, "Information Retrieval", 1978, 7.5): m words of a text have about k m^beta distinct ones. It has no
+# bound, and a table has V rows. So H is the number of distinct rows of an unbounded table, and of V rows there are
 #
 #     rows = V (1 - exp(-H / V)),  H = k m^beta,  m = n * ids of a worker
 #

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import jit_on, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import jit_on, place_array
 from autopar.backends.gloo import direct_all_gather, direct_all_reduce, uses_gloo
 from autopar.ir.figures import SHARED_BYTES
 from autopar.jax_types import Array

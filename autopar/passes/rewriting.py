@@ -66,9 +66,9 @@ class Rewriter:
 
 
 class LookupRewriter(Rewriter):
-    """Rewrites lookups, with knowledge of functions of the state alone."""
+    """Rewrites lookups; knows which values are functions of the state alone."""
 
-    keeps: Set[str] = ELEMENTWISE  #: Operations that map such values to such values.
+    keeps: Set[str] = ELEMENTWISE  #: Operations that map functions of the state to functions of the state.
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class LookupRewriter(Rewriter):
             self.uniform[equation.outputs[0]] = self.uniform.get(inputs[0], inputs[0])
 
     def body(self, equation: Equation, body: Block) -> Block:
-        # Pure operands that all turns read are pure in the body, too.
+        # Pure operands that all iterations read are pure in the body, too.
         if equation.op in ("scan", "remat", "cond"):
             border = equation.border
             operands = zip(body.inputs[: border.fixed], equation.inputs[border.head :], strict=False)
@@ -101,7 +101,7 @@ class LookupRewriter(Rewriter):
         return all(a.shape == () or a in forms or a in self.uniform for a in equation.inputs)
 
     def again(self, equation: Equation, forms: Mapping[Atom, Atom], shape: Sequence[int]) -> list[Equation]:
-        """Returns an elementwise equation on such operands in another shape."""
+        """Writes an elementwise equation on such operands in another shape."""
         atoms = [forms.get(a, self.uniform.get(a, a)) for a in equation.inputs]
         params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
 

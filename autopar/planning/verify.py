@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import explicit_meshes, jax_compat
-from autopar.backends.across import local
 from autopar.backends.emit import emit, while_loop
+from autopar.backends.global_arrays import local
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import block_text
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal

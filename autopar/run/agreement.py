@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import is_global
 from autopar.backends.clients import Clients
+from autopar.backends.global_arrays import is_global
 from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, LoneClientWarning, StateError, StepError, warn
 from autopar.ir.printer import block_text, format_program

@@ -1,5 +1,5 @@
-"""Runners of clients that exchange weights: by pairs without waiting for each other (`autopar.sync.Elastic`, `ADPSGD`),
-or by means of all or of neighbours (`Average`, `Hybrid`, `DPSGD`)."""
+"""Runners of clients that average their weights: in pairs, without waiting for each other (`autopar.sync.Elastic`,
+`ADPSGD`), or over all clients or neighbours at once (`Average`, `Hybrid`, `DPSGD`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.errors import CheckpointError
 from autopar.ir.plan import FragmentIndex
 from autopar.ir.topology import Everyone, Topology
@@ -32,12 +32,12 @@ class ExchangeRunner(ReplicaRunner):
 
     @abc.abstractmethod
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
-        """Returns the shared state and the session that exchanges the weights of the next step."""
+        """Returns the replicas' shared state and the session that exchanges their weights, opened if necessary."""
 
     def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         weights = Weights(dict(enumerate(own)))
         replicas, session = self._opened(replicas, weights)
-        # All rows may have changed of a leaf that the user put in a replica's place.
+        # Of a leaf that the user put in a replica's place any row may have changed.
         known = {k for k in self.weights if isinstance(leaves[k], Replica) or not replicas.steps}
         session.end.look_up(own, known)
         session.begin(weights, replicas.steps)
@@ -78,7 +78,7 @@ class ElasticRunner(ExchangeRunner):
 
 
 class RingRunner(ExchangeRunner):
-    """Averages weights with a neighbour's."""
+    """Averages weights with a neighbour in a ring."""
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
         if "own_steps" not in saved:
@@ -102,15 +102,15 @@ class RingRunner(ExchangeRunner):
 
 
 class RingEnd(End):
-    """A client's end of its exchanges with neighbours.
+    """A client's part of its exchanges with neighbours.
 
-    Of a table by rows an active client sends the rows that changed since its last exchange with the same neighbour:
-    rows that its steps have looked up, or that exchanges with the other neighbour have moved.
+    Of a table that is sent by rows, an active client sends the rows that changed since its last exchange with the same
+    neighbour: its steps looked them up, or exchanges with the other neighbour changed them.
 
     Args:
-      weights: Numbers of the step's inputs that are averaged.
-      touched: The tables by rows among them.
-      topology: Who averages with whom.
+      weights: Indices of the step's inputs that are averaged.
+      touched: The tables among them that are sent by rows.
+      topology: Which clients average with which.
       own: The client's number.
       equal: Whether all clients have the same weights now.
     """
@@ -122,7 +122,7 @@ class RingEnd(End):
         self._dense = [k for k in weights if k not in touched]
         self._tables = [k for k in weights if k in touched]
         self._partner, self._is_open = 0, not equal
-        #: Begun exchanges, and finished steps.
+        #: Number of exchanges that began, and of steps that finished.
         self._turns, self._steps = 0, 0
         self._touched: Mapping[int, np.ndarray] = {}
         #: By passive neighbor: rows of each table changed since the last exchange with it.
@@ -131,7 +131,7 @@ class RingEnd(End):
         }
 
     def neighbor(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
-        """Returns the description of the neighbour that answers for a passive client."""
+        """Returns the recipe of the server that answers for a passive client."""
         axes = {k: self._rows.axis(k) for k in self._tables}
         return NeighborSpec(weights, self._topology.clients, axes, self._neighbors(passive))
 
@@ -171,9 +171,9 @@ class RingEnd(End):
         return made
 
     def _changed(self, server: int) -> Mapping[int, np.ndarray]:
-        """Returns the rows of each table to send to a passive client, and remembers the step's own for the other
+        """Returns the rows of each table to send to a passive client, and keeps the step's rows for the other
         neighbour."""
-        if self._is_open:  # a step was cut short: its answer is lost, and which rows it moved is unknown
+        if self._is_open:  # a step was cut short: its answer is lost, and the rows that it changed are unknown
             everything = {k: [self._rows.everything(k)] for k in self._tables}
             self._since = {n: dict(everything) for n in self._since}
         self._partner, self._is_open = server, True
@@ -207,12 +207,13 @@ class MeansRunner(ReplicaRunner):
     """Calls a client's own step, and averages replicas when they are due."""
 
     def exchange(self, replicas: Replicas, weights: Weights) -> Exchange:
-        """Yields a client's part of the exchange after a step, without IO. Collectives answer it on processes; in
-        `planning.replay_clients` all clients' values are there.
+        """Does a client's part of the exchange after a step, without IO: whoever drives it sends the answers.
+
+        On processes these are results of collectives; `planning.replay_clients` has all clients' values itself.
 
         Yields:
-          1. For tables that are sent, the bits of touched rows; the answer is their union over clients.
-          2. The arrays to send; the answer is their means.
+          1. Bits of the touched rows of tables that are due; the answer is their union over clients.
+          2. The arrays to average; the answer is their means.
           3. The new shared state, and the weights that changed.
         """
         due = {n: way for n, way in replicas.on_way.items() if way.due <= replicas.steps}
@@ -223,8 +224,8 @@ class MeansRunner(ReplicaRunner):
         tables = [k for k in sent if k in self.touched]
         unions = zip(tables, (yield [replicas.touched[k].bits for k in tables]), strict=True)
         rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
-        # Where a mean travels beside the next step, copies are sent: the step would otherwise wait for reads of what it
-        # updates in place. Of tables that are sent by rows only these rows are kept.
+        # If the mean is computed beside the next step, copies are sent: the step would otherwise wait for reads of what
+        # it updates in place. Of tables that are sent by rows only these rows are kept.
         is_beside = self._outer is None and self._plan.delay > 0
         kept: dict[int, Leaf] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
         parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in kept.items()]
@@ -241,7 +242,7 @@ class MeansRunner(ReplicaRunner):
         yield replicas, new | merged
 
     def topology(self, clients: int) -> Topology:
-        """Says whose mean each of so many clients takes after a step, counted from 1."""
+        """Returns the topology of so many clients."""
         return self._plan.topology(clients)
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
@@ -300,7 +301,7 @@ class MeansRunner(ReplicaRunner):
         sent: Mapping[int, Array | Rows],
         means: Mapping[int, Array | Rows],
     ) -> tuple[Replicas, dict[int, Array]]:
-        """Returns the new shared state and the weights that changed. `means` are those of `sent`."""
+        """Returns the new shared state, and the weights that changed. `means`: of `sent`."""
         anchors, outer, on_way = dict(replicas.anchors), dict(replicas.outer), dict(replicas.on_way)
         new: dict[int, Array] = {}
         for n in self._plan.due(replicas.steps):
@@ -318,7 +319,7 @@ class MeansRunner(ReplicaRunner):
 
     @functools.cached_property
     def _outer(self) -> Callable[..., Leaf] | None:
-        """The outer optimizer's step from the anchors, compiled, if there is one."""
+        """The outer optimizer's compiled step from the anchors; None without one."""
         optimizer = self._sync.outer
         if optimizer is None:
             return None

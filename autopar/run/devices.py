@@ -23,11 +23,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, jit_on, local, place_array
 from autopar.backends.background import Compilation, beside
 from autopar.backends.deferred import NEVER
 from autopar.backends.devices import Devices
 from autopar.backends.emit import donation_order, emit
+from autopar.backends.global_arrays import is_global, jit_on, local, place_array
 from autopar.backends.indices import sorted_unique
 from autopar.backends.layouts import placed
 from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
@@ -230,7 +230,7 @@ class DevicesRunner(Runner):
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
-        return self._out_tree.unflatten(results if self._stack is None else self._stack.parted(results))
+        return self._out_tree.unflatten(results if self._stack is None else self._stack.split(results))
 
     def _placed_leaves(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the arguments with the step's shardings, which most have already."""

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends import across
+from autopar.backends import global_arrays
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.segmented import Ahead, OtherShapes, RunningStep, SegmentedProgram
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
@@ -312,7 +312,7 @@ class HostRunner(Runner):
         for k, (axis, layout, path) in self._hosted.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
-                leaf = np.asarray(leaf) if is_table(leaf) else across.local(leaf)
+                leaf = np.asarray(leaf) if is_table(leaf) else global_arrays.local(leaf)
                 storages[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
             storage = leaf.waiting
@@ -381,7 +381,7 @@ class HostRunner(Runner):
         if ranks.is_alone and ranks.is_single:
             return leaf
         leaf = ranks.own(leaf)
-        if across.is_global(leaf):
+        if global_arrays.is_global(leaf):
             raise ArgumentsError(
                 f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it: give "
                 "it whole to each, jax.device_put with a replicated sharding"
@@ -425,8 +425,8 @@ class HostRunner(Runner):
 
     def _on_all(self, result: Leaf) -> Leaf:
         """Replicates a result on every rank; tables stay as they are."""
-        with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
-            return self._ranks.own(across.whole_everywhere(result))
+        with PROGRESS.during("gathering results", "waits") if global_arrays.is_global(result) else nullcontext():
+            return self._ranks.own(global_arrays.whole_everywhere(result))
 
     def _global_array(self, part: Leaf, along: int) -> jax.Array:
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.backends.across import is_global
 from autopar.backends.devices import StageDevice
+from autopar.backends.global_arrays import is_global
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
 from autopar.ir.pipeline import StagedStep

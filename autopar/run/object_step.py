@@ -17,13 +17,13 @@ from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptio
 
 @dataclass(eq=False)
 class ObjectStep(PickledByOptions, abc.ABC):
-    """A step of a library's objects, which an integration (`autopar.integrations`) turns into steps of arrays."""
+    """A step of a library's objects, which an integration (`autopar.integrations`) converts to steps of arrays."""
 
     fun: Callable[..., Pytree]  #: The user's step.
     options: Mapping[str, Any]  #: Options of `autopar.parallelize`.
-    #: Steps of arrays, by what is static in each.
+    #: Static values -> the step of arrays for them.
     steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
-    upcoming: Upcoming | None = field(default=None, init=False)  #: Of these.
+    upcoming: Upcoming | None = field(default=None, init=False)  #: The next batch, for all `steps`.
     _latest: ParallelStep | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
             )
 
     def announce(self, batch: Pytree, following: Pytree | None) -> None:
-        """Takes from `shard` what `ParallelStep.announce` does, for all steps of arrays."""
+        """Notes the batch after `batch` for all steps of arrays (`ParallelStep.announce`)."""
         if self.upcoming is None:
             self.upcoming = Upcoming()
             for step in self.steps.values():
@@ -81,8 +81,10 @@ class ObjectStep(PickledByOptions, abc.ABC):
         return self if instance is None else MethodStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
-        """Returns the step of arrays for static values (`fixed`, hashable), made if they are new. `change` and `remedy`
-        tell the user why it is planned again."""
+        """Returns the step of arrays for static values (`fixed`, hashable); makes it if they are new.
+
+        `change`, `remedy`: for the warning that the step is planned again.
+        """
         step = self.steps.get(fixed)
         if step is None:
             if len(self.steps) >= MAX_PLANS:
@@ -102,13 +104,12 @@ def _wrapped(kind: type[ObjectStep], fun: Callable[..., Pytree], **options: Any)
     return kind(fun, options)
 
 
-#: What functions take that ask about a step.
+#: The steps that `explain`, `verify` and the like take.
 AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
 def require_step(step: Pytree, what: str) -> None:
-    """Checks that a user gave a planned step, or a method that is one; raises ArgumentsError if it isn't; `what` names
-    the function that wants one."""
+    """Raises ArgumentsError unless `parallelize` returned a user's step. `what`: the function that takes it."""
     if not isinstance(step, (ParallelStep, ObjectStep, MethodStep)):
         hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
         raise ArgumentsError(f"{what} takes a step that parallelize returned, not a {type(step).__name__}{hint}")
@@ -117,8 +118,11 @@ def require_step(step: Pytree, what: str) -> None:
 def unwrapped(
     step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
 ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-    """Returns the step of arrays behind any kind of step, and its arguments; raises ArgumentsError if `step` is no
-    planned step, or there are none. `what` names the function that wants one."""
+    """Returns the step of arrays behind any kind of step, and its arguments. `what`: the function that takes it.
+
+    Raises:
+      ArgumentsError: `step` isn't from `parallelize`, or there are no arguments.
+    """
     require_step(step, what)
     if not args and not kwargs:
         raise ArgumentsError(f"{what} takes a step's arguments as well: {what}({step.name}, state, batch)")

@@ -13,11 +13,11 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import local
 from autopar.backends.background import Compilation
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import donation_order, emit, has_unread_states
+from autopar.backends.global_arrays import local
 from autopar.backends.on_devices import mapped, on_ordinary_arrays, spread, with_fallback, without_fallback
 from autopar.compile import Compiled
 from autopar.errors import StepError

@@ -13,9 +13,9 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import local
 from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
 from autopar.ir.cluster import state_budget

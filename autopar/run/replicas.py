@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
+from autopar.backends.global_arrays import is_global, local
 from autopar.compile import Compiled
 from autopar.errors import StepError
 from autopar.ir.plan import SyncPlan

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import is_global, local
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.errors import StateError, StepError

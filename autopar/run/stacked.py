@@ -1,4 +1,4 @@
-"""`StackedLeaves`: what a program whose tables are stacked takes, of what callers give, and the other way round."""
+"""`StackedLeaves`: converts a caller's leaves to those of a program with stacked tables, and results back."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import is_global
 from autopar.backends.layouts import placed
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
@@ -22,17 +22,17 @@ from autopar.jax_types import Array, Device, Leaf
 from autopar.tables.leaf import current
 from autopar.tables.sharded import Table, TablePart
 
-#: Calls that move tables, of which the last one is warned of: one may follow a checkpoint, or another step once.
+#: The call that moves tables which warns: earlier ones may follow a checkpoint, or another step once.
 _CALLS = 3
 
 
 class StackedLeaves:
-    """Joins tables to stacks, and makes the leaves of tables of a stack.
+    """Joins tables into stacks, and splits stacks into leaves for tables.
 
     Args:
       stack: The stacked program.
       devices: The mesh.
-      donate: Whether states are updated in place: tables of autopar's own are given up when they are joined.
+      donate: Whether states are updated in place; autopar's own tables are then deleted when they are joined.
     """
 
     def __init__(self, stack: StackedProgram, devices: Devices, *, donate: bool) -> None:
@@ -49,7 +49,7 @@ class StackedLeaves:
         }
 
     def joined(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the stacked program's arguments. Tables that a step returned are in a stack already."""
+        """Returns the stacked program's arguments. Tables that a step returned are in their stack already."""
         made: list[Leaf] = []
         moved: list[Leaf] = []
         held: Counter[int] | None = None
@@ -67,8 +67,8 @@ class StackedLeaves:
         self._moves.see(moved)
         return made
 
-    def parted(self, results: Sequence[Leaf]) -> list[Leaf]:
-        """Returns the results as the user's step has them."""
+    def split(self, results: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the results of the user's step."""
         made: dict[int, Leaf] = {}
         for out, (of, result) in enumerate(zip(self._stack.outputs, results, strict=True)):
             if out in self._parts:
@@ -78,9 +78,9 @@ class StackedLeaves:
         return [made[k] for k in range(len(made))]
 
     def _join(self, members: Sequence[Leaf], indices: Sequence[StackIndex], held: Mapping[int, int]) -> Leaf:
-        """Copies tables into a stack, one by one. Rows of tables that aren't given are zeros.
+        """Copies tables into a stack, one by one; other rows of the stack are zeros.
 
-        A Table that is given up is deleted at once, unless several leaves have it (`held`: id -> leaves).
+        Deletes a donated Table at once, unless several leaves share it (`held`: id -> number of leaves).
         """
         shape = indices[0].shape
         like, layout = members[0], shape.layout
@@ -105,7 +105,7 @@ class StackedLeaves:
         return Table(stored, layout, 0) if shape.devices > 1 else stored
 
     def _shards(self, leaf: Leaf, layout: RowLayout) -> Iterator[tuple[int, np.ndarray]]:
-        """Yields a table's rows as they are stored, of each shard that this process has: (number, rows)."""
+        """Yields (number, stored rows) of each shard of a table that this process has."""
         leaf = current(leaf)
         if not (isinstance(leaf, Table) and leaf.layout == layout and leaf.axis == 0):
             rows = leaf.materialize() if isinstance(leaf, Table) else leaf
@@ -120,13 +120,13 @@ class StackedLeaves:
 
 
 class Moves:
-    """Warns once that a step takes tables again and again that another step keeps beside others. `name`: the step's."""
+    """Warns once if a step, `name`, is given tables again and again that another step keeps in a stack."""
 
     def __init__(self, name: str) -> None:
         self._name, self._calls = name, 0
 
     def see(self, moved: Sequence[Leaf]) -> None:
-        """Takes the leaves that a call has moved."""
+        """Counts a call that moved these leaves."""
         parts = [leaf for leaf in moved if isinstance(leaf, TablePart)]
         self._calls += bool(parts)
         if parts and self._calls == _CALLS:
@@ -148,7 +148,7 @@ def unstacked(leaf: Leaf) -> Leaf:
 
 
 def _common_stack(members: Sequence[Leaf], indices: Sequence[StackIndex]) -> Leaf | None:
-    """Returns the stack that tables are in, at these indices; None if they are in none, or in several."""
+    """Returns the stack that has these tables at these indices; None if there is none."""
     stack = members[0].pending if isinstance(members[0], TablePart) else None
     is_common = all(
         isinstance(leaf, TablePart) and leaf.pending is stack and (leaf.where is index or leaf.where == index)
@@ -163,10 +163,10 @@ def _parts_of(sharding: NamedSharding, whole: tuple[int, ...], layout: RowLayout
 
 
 def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgram) -> Callable[..., Sequence[Array]]:
-    """Wraps a function of stacks, their rows in their own order, as one of the tables."""
+    """Wraps a function of stacks, whose rows are in their own order, as a function of the tables."""
 
     def run_on_tables(*leaves: Array) -> list[Array]:
-        taken = [leaves[of] if isinstance(of, int) else _side_by_side(leaves, of) for of in stack.inputs]
+        taken = [leaves[of] if isinstance(of, int) else _stack(leaves, of) for of in stack.inputs]
         new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
         made: dict[int, Array] = {}
         for out, (of, result) in enumerate(zip(stack.outputs, run(*taken), strict=True)):
@@ -181,8 +181,8 @@ def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgra
     return run_on_tables
 
 
-def _side_by_side(leaves: Sequence[Array], of: StackedTable) -> Array:
-    """Joins tables along their rows; all other rows of the stack are zeros."""
+def _stack(leaves: Sequence[Array], of: StackedTable) -> Array:
+    """Stacks tables along their rows; all other rows of the stack are zeros."""
     shape, like = of.indices[0].shape, leaves[of.inputs[0]]
     whole = jnp.zeros((shape.rows, *like.shape[1:]), like.dtype)
     for k, index in zip(of.inputs, of.indices, strict=True):

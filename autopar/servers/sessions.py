@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import local
 from autopar.backends.clients import Clients
+from autopar.backends.global_arrays import local
 from autopar.backends.served import ServedPrograms, copied
 from autopar.ir.served import Span, center_shares
 from autopar.jax_types import Array, Leaf

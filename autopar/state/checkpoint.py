@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import local
 from autopar.backends.clients import Clients, mean_of
+from autopar.backends.global_arrays import local
 from autopar.errors import (
     ArgumentsError,
     CheckpointError,

@@ -13,9 +13,9 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import jit_on, local, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
+from autopar.backends.global_arrays import jit_on, local, place_array
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows, rows_in
 from autopar.backends.layouts import arranger, even_shards, placed

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.across import local, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import local, place_array
 from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import ordinary, placed, with_extent
 from autopar.errors import StateError, donated

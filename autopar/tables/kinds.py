@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from autopar import explicit_meshes, jax_compat
-from autopar.backends.across import is_global, whole_everywhere
+from autopar.backends.global_arrays import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.ir.stacked import StackIndex

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import explicit_meshes, jax_compat
-from autopar.backends import across
+from autopar.backends import global_arrays
 from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
@@ -377,7 +377,7 @@ class ArrayHome(Home):
         require_dtype(leaf)
         if leaf.key is not None:
             keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=leaf.key)
-            return keys if self.sharding is None else across.place_array(keys, self.sharding)
+            return keys if self.sharding is None else global_arrays.place_array(keys, self.sharding)
         if self.sharding is None:
             array = jnp.asarray(source.whole())
         else:

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import is_global, place_array
 from autopar.backends.clients import Clients
+from autopar.backends.global_arrays import is_global, place_array
 from autopar.errors import DonatedStateError, donated
 from autopar.ir.plan import FragmentIndex
 from autopar.jax_types import Array, Json, Leaf, Pytree

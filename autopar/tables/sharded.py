@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, jit_on, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.global_arrays import is_global, jit_on, place_array
 from autopar.backends.layouts import on_host, ordinary
 from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
 from autopar.errors import donated

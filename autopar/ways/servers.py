@@ -48,7 +48,7 @@ class OnServers(WithClients):
     def check(cls, request: StepRequest) -> None:
         """Leaves a joined step (`is_joined`) to the checks of the `parallelize` calls in `step`."""
         assert isinstance(request.sync, Async), "servers are asked for"
-        if not asked.sync.is_joined:
+        if not request.sync.is_joined:
             super().check(request)
 
     @classmethod

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 
 ROWS, OTHER = 60, 40
 TX = optax.adamw(0.05, weight_decay=0.1)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 
 ROWS, BATCHES = 3000, 4
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 
 WIDTH = 3
 OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {

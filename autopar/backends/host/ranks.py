@@ -20,9 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
-from autopar.backends.across import is_global, jit_on
 from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
+from autopar.backends.global_arrays import is_global, jit_on
 from autopar.backends.gloo import uses_gloo
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.ir.local import Side

@@ -1,5 +1,5 @@
-"""Assigns weights to stages, by the user's patterns or so that the slowest stage is fast; chooses options left to
-"auto"."""
+"""Assigns weights to stages, by the user's patterns or so that the slowest stage is as fast as possible; chooses
+options that are left to "auto"."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from autopar.passes.staging.parts import find_parts, label_parts, other_homes, u
 
 
 @dataclass(frozen=True, slots=True)
-class Chosen:
-    """The decision on stages."""
+class StageAssignment:
+    """The stage of each weight of a program."""
 
     cut: CutProgram  #: The program; each stacked leaf has a part for each of its stages.
     homes: dict[Var, int]  #: The stage of each weight.
@@ -32,7 +32,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units that stages can be cut between."""
+    """The weights and layers between which a program can be cut into stages."""
 
     cut: CutProgram  #: The program, with its stacked leaves cut into single layers.
     units: list[list[Var]]  #: The weights in the order of their first use, those of one layer together.
@@ -41,12 +41,14 @@ class Units:
     divided: DividedLeaves  #: Leaves of the program that are divided over several devices.
 
 
-def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves) -> Chosen:
-    """Returns the stage of each weight, or of some layers of one.
+def choose_stages(
+    program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
+) -> StageAssignment:
+    """Chooses the stage of each weight, or of some layers of one.
 
     Args:
       program: The program to cut, with weights in the order of their first use.
-      pipeline: Without options left to choose.
+      pipeline: The user's options; none is left to "auto".
       measured: Rates and memory of the devices.
       divided: Leaves that are divided over several devices.
 
@@ -55,7 +57,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, 
     """
     if not isinstance(pipeline.stages, int):
         cut = cut_layers(program, dict(_asked_ends(program, find_stacks(program), pipeline.stages)))
-        return Chosen(cut, _by_patterns(cut, program, pipeline.stages))
+        return StageAssignment(cut, _by_patterns(cut, program, pipeline.stages))
     fine = find_units(program, divided)
     homes = _balanced(fine, pipeline, measured)
     ends: dict[Var, Ends] = {}
@@ -69,7 +71,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, 
         firsts = [fine.cut.parts(var)[start] for start in (0, *own[:-1])]
         homes |= {part: homes[first] for part, first in zip(cut.parts(var), firsts, strict=True) if first in homes}
     weights = used_weights(cut.program, find_parts(cut.program))
-    return Chosen(cut, {v: homes[v] for v in weights})
+    return StageAssignment(cut, {v: homes[v] for v in weights})
 
 
 def find_units(program: Program, divided: DividedLeaves) -> Units:
@@ -105,7 +107,7 @@ def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[Stage
 
 
 def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[Var, int]:
-    """Returns the stage of each weight, cut between units so that the slowest stage is fast."""
+    """Cuts between units so that the slowest stage is as fast as possible; returns the stage of each weight."""
     name, units, microbatches = fine.cut.program.name, fine.units, pipeline.microbatch_count
     check_units(fine, pipeline.count)
     rates = NOMINAL if measured.stages is None else measured.stages
@@ -171,10 +173,10 @@ def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]
 
 # --- options left to "auto": stages and their devices, microbatches, schedule, rematerialization ---
 #
-# All combinations that fit the devices' memory are predicted: for each number of stages and microbatches the best
-# partition (`cost.stage_time`), by each schedule in time. Loads are found for two numbers of microbatches; costs that
-# grow with a microbatch's examples, and fixed ones, such as reading the weights, follow from these.
-#: Numbers of microbatches that are tried; the largest for which loads are found (the other is the smallest).
+# All combinations that fit the devices' memory are predicted: the best partition for each number of stages and
+# microbatches (`cost.stage_time`), and its time by each schedule. Loads are computed for two numbers of microbatches,
+# and interpolated for others: some costs grow with a microbatch's examples, others (reading the weights) are fixed.
+#: Numbers of microbatches that are tried; the larger one for which loads are computed.
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8
 #: More stages are taken if they are predicted to be faster by more than this factor.
 TIE = 1.1
@@ -204,7 +206,7 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
 
 
 def reference_counts(counts: Sequence[int]) -> list[int]:
-    """Returns the numbers of microbatches for which loads are found; one microbatch alone says little of several."""
+    """Returns the numbers of microbatches for which loads are computed; 1 says little of several."""
     return sorted(
         {counts[min(1, len(counts) - 1)], max(count for count in counts if count <= max(REFERENCE, counts[0]))}
     )
@@ -268,7 +270,7 @@ def search_pipeline(
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate:
-    """Returns the pipeline with the fewest stages among those that are nearly the fastest, as predictions are rough."""
+    """Returns the pipeline with the fewest stages of those that are nearly the fastest, as predictions are rough."""
     limit = TIE * min(candidate.seconds for candidate in found)
     return min((c for c in found if c.seconds <= limit), key=lambda c: c.pipeline.count // c.pipeline.chunks)
 
@@ -307,8 +309,7 @@ def _partitions(
     devices: int,
     memory: int | None,
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """Yields pipelines of `count` microbatches, each with its best partition, and with the best one within the
-    memory."""
+    """Yields pipelines of `count` microbatches: each with its best partition, and the best that fits the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
     for schedule in schedules:
         rule = SCHEDULES[schedule]

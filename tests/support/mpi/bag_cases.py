@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.cost.exchange import host_terms
 from autopar.ir.plan import Plan
 from autopar.mpi.bags import BagIds, add_up, ask_bags, spread

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.backends import layouts
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops
 from autopar.measure.compiled_collectives import sent_by_device

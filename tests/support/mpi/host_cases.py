@@ -19,7 +19,7 @@ from flax.training.train_state import TrainState
 
 from autopar import jax_compat
 from autopar.backends import deferred as rows
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.backends.host import shape_buckets, storage, update_log
 from autopar.ir import deferred
 from autopar.mpi import machines

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends import across
+from autopar.backends import global_arrays
 from tests.support import host_reads, interactions
 from tests.support.host_models import HOSTED, LOSSES, batch_of, start, step_of
 from tests.support.host_reads import HOSTS
@@ -95,7 +95,7 @@ def check_models_in_which_examples_meet() -> None:
             batches = [batch_of(seed, examples) for seed in range(3)]
             for part, batch in zip(autopar.shard(batches), batches, strict=True):
                 (mine, told), (theirs, wanted) = step(mine, part), plain(theirs, batch)
-                found = autopar.materialize(mine), told[:2], across.local(told[2])
+                found = autopar.materialize(mine), told[:2], global_arrays.local(told[2])
                 pairs = zip(jax.tree.leaves(found), jax.tree.leaves((theirs, wanted)), strict=True)
                 for a, b in pairs:
                     np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-5, err_msg=name)

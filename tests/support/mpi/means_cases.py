@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends import across, clients
+from autopar.backends import clients, global_arrays
 from autopar.sync import Average, Hybrid
 from tests.support.mpi.replica_task import RANK, make_state, minibatch, step_of, trained
 
@@ -55,10 +55,10 @@ def check_other_programs_exchange_beside_a_mean() -> None:
     state = trained(step, make_state(optax.sgd(0.1)), range(4))
     all_ = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "x"), jax.sharding.PartitionSpec("x"))
     ids = np.arange(36, dtype=np.int32)
-    across.local(across.place_array(ids, all_))
+    global_arrays.local(global_arrays.place_array(ids, all_))
     for k in range(4, 24):
         if k % 4 == 2 and RANK == k // 4 % 2:
             clients._thread().submit(hold, jnp.ones((64, 64)), 50_000)
         state, _ = step(state, minibatch(RANK, k))
-        np.testing.assert_array_equal(np.asarray(across.local(across.place_array(ids, all_))), ids)
+        np.testing.assert_array_equal(np.asarray(global_arrays.local(global_arrays.place_array(ids, all_))), ids)
     jax.block_until_ready(state)

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.launch.group import everyone
 from autopar.mpi.world import job
 from autopar.sync import Async, Elastic

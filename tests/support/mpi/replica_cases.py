@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import jax_compat
-from autopar.backends.across import local
 from autopar.backends.clients import Clients
+from autopar.backends.global_arrays import local
 from autopar.launch.group import everyone
 from autopar.sync import ADPSGD, DPSGD, Average, Hybrid
 from tests.support.mpi.replica_task import (

@@ -16,7 +16,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.backends.across import local
+from autopar.backends.global_arrays import local
 from autopar.launch.group import everyone
 from autopar.servers.messages import Push
 from autopar.servers.sessions import CenterSession

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.backends.across import Watched, jit_on
+from autopar.backends.global_arrays import Watched, jit_on
 from autopar.launch.progress import Progress
 
 PACKAGE = Path(autopar.__file__).parent
