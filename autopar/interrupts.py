@@ -167,7 +167,6 @@ class Interrupts:
             self.answer_all(tuple(self._held))
 
     def answer_all(self, numbers: Iterable[int]) -> None:
-        """Answers some signals here."""
         for number in numbers:
             handler = _signal.getsignal(number)
             if isinstance(handler, Handler):

@@ -243,31 +243,6 @@ def share_compilations(program_of: ProgramOf) -> None:
     _compiler.backend_compile_and_load, _compiler._cache_write = compile_or_load, write_compiled
 
 
-def share_cache() -> None:
-    """Lets processes of this machine share compilations, by JAX's persistent cache with keys made as on GPUs, without
-    device numbers.
-
-    JAX lets the first process alone write to it, for the sake of slow filesystems, and on CPUs a key has the numbers of
-    a process's own devices, so that each rank compiles what the others have compiled. For the tests' ranks.
-    """
-    hash_options, write = _cache_key._hash_serialized_compile_options, _compiler._cache_write
-
-    def hash_without_numbers(hash_: Any, options: Any, **_: Any) -> Any:
-        return hash_options(hash_, options, strip_device_assignment=True)
-
-    def written(*args: Pytree) -> None:
-        state = _distributed.global_state
-        own, state.process_id = state.process_id, 0
-        try:
-            write(*args)
-        finally:
-            state.process_id = own
-
-    _cache_key._hash_serialized_compile_options = hash_without_numbers
-    _cache_key._hash_accelerator_config = _cache_key._hash_devices
-    _compiler._cache_write = written
-
-
 def is_of_auto_mesh(sharding: Any) -> bool:
     """Returns whether a sharding in an aval names a mesh without Explicit axes: JAX adds these by itself, and they
     don't say where the array is."""

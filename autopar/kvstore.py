@@ -159,7 +159,6 @@ class KVStore:
             self._link.command(n, SetRules(self._rank, self._rules(values)))
 
     def _rules(self, values: Mapping[Key, np.ndarray]) -> dict[Key, Rule]:
-        """Returns the rules of some keys; none without an optimizer."""
         if self._optimizer is None:
             return {}
         initial, update = self._optimizer

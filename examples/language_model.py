@@ -29,7 +29,7 @@ from model import LanguageModel, perplexity_of
 from progress import Screen
 
 import autopar
-from autopar.measure.collectives import sent_by_device
+from autopar.measure.compiled_collectives import sent_by_device
 
 NEGATIVES = 256  # words sampled for the softmax, a step
 CLIP_NORM = 0.5  # low enough that most steps are clipped

@@ -32,7 +32,7 @@ from language_model import OPTIMIZERS, Task, positive, positive_rate, read_task,
 from progress import Screen
 
 import autopar
-from autopar.measure.collectives import sent_by_device
+from autopar.measure.compiled_collectives import sent_by_device
 
 #: Every rank needs all of the sampled words; everything else in a batch is spread.
 BATCH_AXIS = {"batch/negatives": None, "**": 0}

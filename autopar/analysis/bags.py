@@ -67,7 +67,6 @@ class Bags:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The bags' axes."""
         return tuple(size for d, size in enumerate(self.ids) if d not in self.axes)
 
     @property
@@ -76,7 +75,6 @@ class Bags:
 
     @property
     def length(self) -> int:
-        """Ids of each bag."""
         return math.prod(self.ids[d] for d in self.axes)
 
     @property

@@ -105,7 +105,6 @@ class _Keys(Interpreter[Words]):
 
 
 def _through(equation: Equation, output: int, operands: Sequence[Words]) -> Words:
-    """Returns the words of a result."""
     op, shape = equation.op, equation.outputs[output].shape
     start, stop = (output, output + 1) if op == "optimization_barrier" else _DATA.get(op, (0, None))
     operands = [*operands[:1], *operands[2:]] if op.startswith("scatter") else operands[start:stop]

@@ -244,7 +244,6 @@ class Families:
         return None if written is None else Refusal(f"all of its rows move in every step, and {written}", None, APART)
 
     def moves(self, space: RowSpace) -> bool:
-        """Returns whether a step moves untouched rows."""
         new, block = self.program.new_states, self.program.block
         values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
         return any(v is not None and not isinstance(v.untouched, (Const, Same)) for v in values)
@@ -483,7 +482,6 @@ class RowFlow(Interpreter[Value]):
         self.run(block.equations)
 
     def family_of(self, leaf: int) -> int:
-        """Returns the family of a candidate leaf."""
         value = self.values[self.program.block.inputs[leaf]]
         assert isinstance(value, Row), "a candidate starts as rows"
         return self.find(value.family)

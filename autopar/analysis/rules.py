@@ -679,7 +679,6 @@ def is_known_scatter(equation: Equation) -> bool:
 
 
 def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Applies a slice of some rows, or of all of them."""
     row = values[0]
     if any(isinstance(v, Row) for v in values[1:]):
         raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)

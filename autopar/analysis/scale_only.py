@@ -40,7 +40,6 @@ class RowUpdate:
 
     @property
     def dtypes(self) -> list[Dtype]:
-        """Dtypes of the changed leaves."""
         return [v.dtype for v in self.body.inputs[: self.changed]]
 
     def zeros(self) -> list[np.ndarray]:
@@ -395,7 +394,6 @@ class ScaleOnlyWalk(Assumptions):
         return [read(a) for a in body.outputs]
 
     def wrap(self, value: ScaleValue) -> Leaf:
-        """Wraps a value that depends on no leaf."""
         return value
 
     def unknown(self) -> Any:
@@ -406,7 +404,6 @@ class ScaleOnlyWalk(Assumptions):
         return wrapped
 
     def apply(self, equation: Equation, values: Sequence[Leaf]) -> Any:
-        """Returns the result of an equation."""
         rule = SCALE_RULES.get(equation.op)
         if rule is None or len(equation.outputs) != 1 or equation.bodies:
             return None

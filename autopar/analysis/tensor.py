@@ -125,7 +125,6 @@ class Divider:
 
     @property
     def division(self) -> Division:
-        """The findings."""
         axes_found = {v: value.axis for v, value in self._walk.values.items()}
         axes = {v: axis for v, axis in axes_found.items() if axis is not None and axis != PARTIAL}
         return Division(self._devices, axes, self._flops, self._exchanges)

@@ -73,7 +73,6 @@ class Clients:
 
     @property
     def count(self) -> int:
-        """The number C of clients."""
         return len(self.grid)
 
     @property

@@ -329,7 +329,6 @@ class DeferredTables:
 
     @property
     def tables(self) -> list[Rows]:
-        """Returns (leaves, stamps) of each table."""
         return list(zip(_cut(self.leaves, len(self.replay.leaves)), self.stamps, strict=True))
 
     def apply(self, caught_up: CaughtUp) -> list[Sequence[Array]]:

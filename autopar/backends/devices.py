@@ -62,7 +62,6 @@ class Devices:
 
     @functools.cached_property
     def processes(self) -> StoreGroup:
-        """The processes that own the devices."""
         return StoreGroup.of(self.mesh)
 
     def spec(self, along: int | None) -> P:
@@ -206,7 +205,6 @@ class StageDevice:
 
     @property
     def process_index(self) -> int:
-        """The process that has it."""
         return self.devices[0].process_index
 
     @property

@@ -284,7 +284,6 @@ class Batches(Iterator[Pytree]):
             yield filled(part, full)
 
     def _put(self, part: Part) -> Pytree:
-        """Puts this process's part of a batch on its devices."""
         options, count = self._options, self._options.devices.count
         if part.total % count and options.sources > 1:
             raise ArgumentsError(
@@ -340,7 +339,6 @@ def _placed(leaf: Leaf, along: int | None, devices: Devices) -> jax.Array:
 
 
 def _check_same(part: Part, processes: StoreGroup) -> None:
-    """Checks that all processes have the same first batch."""
     digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())

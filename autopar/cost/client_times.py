@@ -71,7 +71,6 @@ class ClientTime:
 
     @property
     def waiting(self) -> float:
-        """Fraction of its time in which it waited."""
         waited = self.slowest_s + self.exchange_s
         return waited / (waited + self.computing_s) if waited else 0.0
 

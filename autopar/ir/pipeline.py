@@ -237,7 +237,6 @@ class StagedStep:
 
     @property
     def results(self) -> tuple[Var, ...]:
-        """The outputs of the step that stages make."""
         atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
         return tuple(a for a in atoms if isinstance(a, Var))
 
@@ -331,7 +330,6 @@ class AsynchronousSchedule(Schedule):
         return (Task("B", self.calls.awaited(task.stage), last),)
 
     def issue_order(self) -> Iterator[Task]:
-        """Yields all tasks, call by call."""
         stages, count = range(self.stages), sum(map(len, self.orders)) // (2 * self.stages)
         for call in range(count + self.calls.backward(0)):
             forwards = (Task("F", k, call - self.calls.forward(k)) for k in stages)

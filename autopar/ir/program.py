@@ -121,7 +121,6 @@ class Literal(_Typed):
 
     @staticmethod
     def scalar(value: Leaf, dtype: Dtype) -> Literal:
-        """Returns a number of a dtype."""
         return Literal(np.asarray(value, dtype), ArrayType((), dtype))
 
     @property
@@ -333,7 +332,6 @@ class Program:
 
     @property
     def named_inputs(self) -> list[tuple[Var, Input]]:
-        """The variable of each input, and what it is."""
         return list(zip(self.block.inputs, self.inputs, strict=True))
 
     @property

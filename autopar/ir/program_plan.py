@@ -134,5 +134,4 @@ class ProgramPlan:
         return replace(self, families=tuple(families))
 
     def without_limits(self) -> ProgramPlan:
-        """Returns the plan of the fallback."""
         return replace(self, families=self.fallback, fallback=())

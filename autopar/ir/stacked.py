@@ -36,7 +36,6 @@ class StackShape:
         return 1 if self.owner(table) is None else self.devices
 
     def rows_of(self, table: int) -> slice:
-        """Returns which rows of the stack are a table's."""
         start, stride = self.starts[table], self.stride(table)
         return slice(start, start + stride * self.extents[table], stride)
 
@@ -53,12 +52,10 @@ class StackShape:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of the stack."""
         return self.devices * max(self.starts_on(device)[-1] for device in range(self.devices))
 
     @property
     def layout(self) -> RowLayout:
-        """The layout of the stack."""
         return RowLayout(self.rows, self.devices, cyclic=self.devices > 1)
 
     def layout_of(self, table: int) -> RowLayout:

@@ -69,7 +69,6 @@ class ZeroWriter(Writer):
             self.known_zeros.update(equation.outputs)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Returns whether a value is known to be zero."""
         if isinstance(atom, Literal):
             return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
         return atom in self.known_zeros

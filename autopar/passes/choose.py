@@ -572,7 +572,6 @@ def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> N
 
 
 def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan) -> list[str]:
-    """Returns the differences of a table from its plan."""
     type_ = program.block.inputs[table].type
     slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
     pairs = [

@@ -131,7 +131,6 @@ class IdAxes:
         return range(self.at, self.at + self.rank)
 
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Returns the sizes of these axes."""
         return tuple(shape[self.at : self.at + self.rank])
 
     def by_entries(self, shape: Sequence[int], entries: int) -> tuple[int, ...]:

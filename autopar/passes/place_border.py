@@ -179,7 +179,6 @@ class _Function:
 
     @property
     def table(self) -> Atom:
-        """The value that is looked up."""
         (table,) = self.operands
         assert not isinstance(table, int), "it is looked up as it is"
         return table
@@ -576,7 +575,6 @@ def _spread(rows: Array, steps: Steps) -> Array:
 
 
 def _on_columns(columns: np.ndarray, step: Step) -> np.ndarray:
-    """Returns the columns after a step."""
     op, how = step
     if op == "pad":
         return np.pad(columns, [(low, high) for low, high, _ in how])

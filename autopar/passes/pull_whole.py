@@ -143,7 +143,6 @@ class _Update:
 
     @staticmethod
     def of(program: Program, leaf: int, axis: int) -> _Update:
-        """Follows the update of a leaf."""
         update = _Update(program, {leaf}, axis, program.block.inputs[leaf].shape)
         for equation in program.block.equations:
             update.made.update(dict.fromkeys(equation.outputs, equation))

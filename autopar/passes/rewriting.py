@@ -32,7 +32,6 @@ class Rewriter:
         self.count = 0  #: Number of rewritten equations, for the pass's note.
 
     def run(self, program: Program) -> tuple[Program, int]:
-        """Returns the rewritten program, and the count."""
         return replace(program, block=self.block(program.block)), self.count
 
     def block(self, block: Block) -> Block:

@@ -546,7 +546,6 @@ class _PieceWriter:
         )
 
     def equations(self) -> list[Equation]:
-        """Returns the equations of the piece, in order."""
         order = self._placing.order
         placed = sorted(self._placing.placed, key=lambda placed: order[placed.equation])
         return [*(e for var in self._placing.whole for e in self.sliced(var)), *map(self._equation, placed)]

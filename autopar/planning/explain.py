@@ -224,7 +224,6 @@ class ExplainedLeaf:
 
     @property
     def path(self) -> str:
-        """Its path in the state."""
         return self.plan.path
 
     @property

@@ -30,7 +30,6 @@ class Prediction:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """All terms of the parts."""
         return tuple(t for part in self.parts for t in (part.terms if isinstance(part, Prediction) else (part,)))
 
     @property

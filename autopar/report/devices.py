@@ -178,7 +178,6 @@ def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
 
 
 def add_measured(made: Parts, measured: Sequence[Timing]) -> None:
-    """Adds measured times beside predicted ones."""
     made.tables["measured"] = timing_rows(measured)
     near = sum(t.near for t in measured)
     made.draw(

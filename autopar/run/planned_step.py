@@ -150,7 +150,6 @@ class PlannedStep:
 
     @functools.cached_property
     def runner(self) -> Runner:
-        """The runner of the planned step."""
         return self.way.runner(self)
 
     @functools.cached_property

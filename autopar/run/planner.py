@@ -158,7 +158,6 @@ class Planner:
         return PlannedStep(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
     def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
-        """Returns a call's program for `devices` devices."""
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
         # An evaluation reads sharded parameters in place, arrays as well as Tables.
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)

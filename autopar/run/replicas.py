@@ -28,7 +28,6 @@ from autopar.tables.replica import Replica, Replicas, Rows, Touched, replicas_of
 
 
 def fragments_of(plan: SyncPlan, program: Program) -> list[list[int]]:
-    """Returns for each fragment the inputs that are its weights."""
     numbers = {input_.path: k for k, input_ in enumerate(program.inputs) if k in program.new_states}
     return [[numbers[path] for path in fragment] for fragment in plan.fragments]
 
@@ -229,7 +228,6 @@ class TouchedRows:
         return Rows(self.axis(k), rows.astype(np.int32), values)
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
-        """Returns a table with `values` in place of `rows`."""
         return _putter(in_place)(array, rows.astype(np.int32), values, self.axis(k))
 
     def axis(self, k: int) -> int:

@@ -136,17 +136,14 @@ class ParallelStep(PickledByOptions):
 
     @property
     def fun(self) -> Callable[..., Pytree]:
-        """The user's step."""
         return self.planner.fun
 
     @property
     def name(self) -> str:
-        """The step's own name."""
         return self.planner.name
 
     @property
     def options(self) -> Options:
-        """The options of the whole step."""
         return self.planner.options
 
     @property
@@ -177,7 +174,6 @@ class ParallelStep(PickledByOptions):
 
     @property
     def static(self) -> NamedArguments:
-        """The static arguments."""
         return self.planner.static
 
     @property

@@ -729,7 +729,6 @@ class PendingSave:
 
 
 def _plain(position: Mapping[str, Json] | None) -> dict[str, Json] | None:
-    """Returns a position as JSON has it."""
     if position is None:
         return None
     try:

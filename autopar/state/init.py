@@ -404,7 +404,6 @@ def _shared_out(
 
 
 def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:
-    """Returns layout and row axis of the inputs that are in host memory."""
     layouts = {f.family: f.layout for f in planned.compiled.bound.families if f.on_hosts and f.layout is not None}
     return {
         leaf: (layouts[space.family], axis)

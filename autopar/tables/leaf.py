@@ -73,7 +73,6 @@ class TableLeaf(abc.ABC):
 
     @property
     def dtype(self) -> Dtype:
-        """The rows' dtype."""
         return self._aval.dtype
 
     @abc.abstractmethod
@@ -322,9 +321,7 @@ for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
 class Source(Protocol):
     """All of a leaf, read part by part. Nothing is exchanged."""
 
-    def whole(self) -> np.ndarray:
-        """Returns the leaf."""
-        ...
+    def whole(self) -> np.ndarray: ...
 
     def part(self, index: Index) -> np.ndarray:
         """Returns `leaf[index]`; `index`: a slice for each axis."""

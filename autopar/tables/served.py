@@ -31,7 +31,6 @@ class ServedLeaf(StandingLeaf[Session]):
 
     @property
     def is_weak(self) -> bool:
-        """Says whether its type is weak."""
         return bool(getattr(self._aval, "weak_type", False))
 
     @property

@@ -360,7 +360,6 @@ class TablePart(StandingLeaf[Leaf]):
 
 
 def stored_rows(rows: jax.Array | Table) -> jax.Array:
-    """Returns the array in which rows are."""
     return rows.stored if isinstance(rows, Table) else rows
 
 

@@ -53,7 +53,6 @@ class WithClients(Way):
 
     @classmethod
     def planner(cls, request: StepRequest) -> Planner:
-        """Returns a planner for the devices of one client."""
         sync, processes = request.sync, request.devices.processes
         assert sync is not None, "clients are asked for"
         clients = Clients.of(request.devices, sync.clients if sync.clients is not None else said_clients(processes))
@@ -65,7 +64,6 @@ class WithClients(Way):
         return way.planned(planner, clients)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:
-        """Returns the planner of one client's step."""
         return replace(planner, options=self.options, clients=clients, way_of=self.by)
 
     def among(self, clients: int, servers: int | None = None) -> Self:

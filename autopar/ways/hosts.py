@@ -51,7 +51,6 @@ class OnHosts(Way):
 
     @classmethod
     def check(cls, request: StepRequest) -> None:
-        """Refuses a tensor axis."""
         super().check(request)
         if request.devices.tensor_axis is not None:
             raise ArgumentsError(
@@ -78,7 +77,6 @@ class OnHosts(Way):
         return program, f"{note}{pulled}"
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
-        """Stacks tables that are alike."""
         return stack_tables(program, bound, self.analyzed_again) if bound.on_hosts else None
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:

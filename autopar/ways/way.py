@@ -78,7 +78,6 @@ class Way:
 
     @classmethod
     def planner(cls, request: StepRequest) -> Planner:
-        """Returns the planner of the step."""
         raise NotImplementedError
 
     @classmethod
@@ -211,7 +210,6 @@ class Way:
         return None
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Returns the runner of the planned step."""
         raise NotImplementedError
 
     def table_runner(self, planned: PlannedStep) -> Runner:

@@ -184,7 +184,6 @@ class Ranks:
         return self.array_of([value[None] if placement == EACH else value] * len(self.own_devices), placement)
 
     def array_of(self, parts: Sequence[Leaf], placement: Placement) -> jax.Array:
-        """Makes an array of the own devices' parts."""
         if self.is_single:
             return parts[0]
         shape = parts[0].shape

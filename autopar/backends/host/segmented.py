@@ -231,7 +231,6 @@ class SegmentedProgram:
         return act
 
     def _placed(self, program: Program, items: Sequence[ProgramSegment | ExchangeSegment]) -> dict[Atom, Placement]:
-        """Returns the placements of device programs' inputs, outputs and values."""
         made = (v for i in items if isinstance(i, ProgramSegment) and i.side == "device" for v in i.block.outputs)
         placements: dict[Atom, Placement] = dict.fromkeys(made, EACH)
         inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)

@@ -135,7 +135,6 @@ class HostRows:
         return rows_back(pulled, self.axis)
 
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
-        """Replaces rows."""
         self.rows[rows[:count]] = rows_first(new, self.axis)[:count]
         self._has_written()
 

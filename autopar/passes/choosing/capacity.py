@@ -43,7 +43,6 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int, owner: int | None = No
 
 
 def bounds_layout(bounds: Bounds) -> RowLayout:
-    """Returns the layout of sharded rows."""
     assert bounds.layout is not None, "sharded rows have a layout"
     return bounds.layout
 

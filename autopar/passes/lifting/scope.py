@@ -279,7 +279,6 @@ class Scope(Writer):
         return all(a in self.dense or a in self.operands or a in self.lifting.facts.whole for a in rows)
 
     def index(self, access: Equation) -> Atom:
-        """Returns the index operand of an access."""
         index = self.indices.get(access)
         if index is None and access not in self.lifting.indices:  # it has `known` ids
             return self.get(access.inputs[1])

@@ -531,7 +531,6 @@ class Factors:
 
     @property
     def others(self) -> Shape:
-        """The factors of the table's other axes."""
         return tuple(f for axis in self.table[1:] for f in axis)
 
 

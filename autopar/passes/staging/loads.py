@@ -42,7 +42,6 @@ class StageLoad:
     copies: dict[Var, int] = field(default_factory=dict)
 
     def seconds(self, rates: StageRates) -> dict[str, float]:
-        """Returns the seconds of each kind of task."""
         return {
             kind: rates.seconds(flops, self.moved[kind])
             + rates.send_byte_s * self.exchanged.get(kind, 0.0)
@@ -218,7 +217,6 @@ class DividedLeaves:
         return DividedLeaves(self.devices, {part: axis for v, axis in self.axes.items() for part in cut.parts(v)})
 
     def follow(self, parts: Parts) -> Division:
-        """Returns the division of all values of a step."""
         divider = Divider(self.axes, self.devices)
         if self.axes:
             divider.run(parts.before)

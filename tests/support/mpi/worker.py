@@ -21,7 +21,7 @@ def main(devices: str, folder: str, *modules: str) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may have it ignored
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
-    importlib.import_module("autopar.jax_compat").share_cache()
+    importlib.import_module("tests.support.shared_cache").share_cache()
     os.environ["XDG_CACHE_HOME"] = f"{folder}/{jax.process_index()}"  # each rank as on a machine of its own
     wide = jax.config.read("jax_enable_x64")
     for module, *names in (each.split(":") for each in modules):

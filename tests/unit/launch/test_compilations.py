@@ -142,6 +142,7 @@ import os, sys
 import jax, numpy as np
 from jax._src import distributed
 from autopar import jax_compat
+from tests.support.shared_cache import share_cache
 
 def program_of(key, compile_here, save, load, *, compiles):
     assert not compiles
@@ -152,7 +153,7 @@ jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 distributed.global_state.process_id = 1
-jax_compat.share_cache()
+share_cache()
 jax_compat.share_compilations(program_of)
 for loads, scale in ((True, 2.0), (False, 3.0)):
     jax.jit(lambda x: x * scale + 1)(np.ones(1000, np.float32)).block_until_ready()
