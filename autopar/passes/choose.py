@@ -66,19 +66,19 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
         made = with_owners(program, made, choices) if wanted.hosts else made
     others = _others(program, made, choices)
 
-    def decide_again(k: int, *, left: str = "", sharded: str = "") -> None:
+    def decide_again(k: int, *, why_dense: str = "", why_sharded: str = "") -> None:
         space, beside = program.facts.spaces[k], others.get(k, NO_OTHERS)
-        made[k] = decide_family(program, space, choices, left=left, sharded=sharded, others=beside)
+        made[k] = decide_family(program, space, choices, why_dense=why_dense, why_sharded=why_sharded, others=beside)
 
     for k in others:
         decide_again(k)
     for k in _saving_little(program, made, choices):
-        decide_again(k, left=_SAVES_LITTLE)
+        decide_again(k, why_dense=_SAVES_LITTLE)
     bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, bound.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
-            decide_again(k, sharded=reason)
+            decide_again(k, why_sharded=reason)
         bound = _assemble(program, options, made, wanted) if sharded else bound
     if options.tensor > 1:
         bound = _with_tensors(program, options, bound, wanted, measured)
@@ -146,7 +146,7 @@ def _with_stacks(program: Program, decided: Sequence[Decision], choices: Choices
             members, count, again = [k for k in every if pooled[k] == pools], 0, dict[int, Decision]()
             while FEWEST <= len(members) != count:  # with fewer, others may leave as well
                 count = len(members)
-                again = {k: decide_family(program, spaces[k], choices, together=count, pools=pools) for k in members}
+                again = {k: decide_family(program, spaces[k], choices, together=count, may_pool=pools) for k in members}
                 plans = {k: table for k, (_, (table, *_)) in again.items()}
                 members = [k for k, t in plans.items() if t.lifted and t.method == "ps" and t.pooled == pools]
             for k in members if len(members) >= FEWEST else ():

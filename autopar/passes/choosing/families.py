@@ -1,4 +1,4 @@
-"""Decides for one family: whether it is lifted, by which method, and with which bounds."""
+"""Decides whether a family is lifted, by which method, and with which bounds."""
 
 from __future__ import annotations
 
@@ -54,40 +54,39 @@ from autopar.passes.choosing.capacity import (
 
 #: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
-#: Owners add up bags on devices if rows take this many times the bytes, and this many bytes more of all tables that are
-#: exchanged as one: each exchange takes another message.
+#: On devices owners add up bags if rows take this many times the bytes, and this many bytes more for all tables that
+#: are exchanged as one: bags take another message.
 _BAGS_PAY = 2, 1 << 16
-#: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
+#: ((Bounds without limits, bounds as planned) or None if the family stays dense, the plans of its tables).
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The basis of decisions: the user's options, the devices, the example and the program."""
+    """The basis of decisions on families: the user's options, the devices, the example and the program."""
 
     options: Options
     measured: Measurements
-    methods: Mapping[int, tuple[str, bool]]  #: Table -> (method, whether the strategy names this very table).
-    #: Tables whose rows are to be in host memory; the options' devices are ranks then.
-    hosts: frozenset[int] = frozenset()
-    repeatable: bool = True  #: A step may be repeated (it has no effects), so that a batch may exceed a capacity.
+    methods: Mapping[int, tuple[str, bool]]  #: Table -> (method, whether the strategy names this table's path).
+    hosts: frozenset[int] = frozenset()  #: Tables in host memory; the options' devices are ranks then.
+    repeatable: bool = True  #: A step has no effects, so it may run again if a batch exceeds a capacity.
     decided: Mapping[int, TablePlan] = field(default_factory=dict)  #: Table -> its earlier plan.
     #: Finds the program's bags, if there may be any.
     bags: Callable[[], BagFinder] | None = None
-    whole: frozenset[int] = frozenset()  #: Those of `hosts` that one rank is to have whole.
-    waiting: int = 0  #: Rows of all families that may wait in one update log; 0: each has its own log.
+    whole: frozenset[int] = frozenset()  #: Those of `hosts` that one rank has whole.
+    waiting: int = 0  #: Rows of all families that share an update log; 0: each family has its own.
 
     @property
     def devices(self) -> int:
         return self.options.devices
 
     def waits(self, space: RowSpace) -> int:
-        """Returns the most steps that rows of a family wait; 0 if no step moves untouched rows."""
+        """Returns the most steps that a family's deferred rows wait; 0 if none are deferred."""
         if not space.deferred:
             return 0
         earlier = self.earlier_plan(space)
-        said = earlier.log_steps if earlier is not None else self.options.log_steps
-        return said or log_steps(max(space.extent, self.waiting))
+        wanted = earlier.log_steps if earlier is not None else self.options.log_steps
+        return wanted or log_steps(max(space.extent, self.waiting))
 
     def earlier_plan(self, space: RowSpace) -> TablePlan | None:
         """Returns the earlier plan of a family, if any."""
@@ -99,27 +98,27 @@ def decide_family(
     space: RowSpace,
     choices: Choices,
     *,
-    sharded: str = "",
-    left: str = "",
+    why_sharded: str = "",
+    why_dense: str = "",
     together: int = 1,
     others: Mapping[str, int] = NO_OTHERS,
-    joins: bool = True,
-    pools: bool = True,
+    may_join_hosts: bool = True,
+    may_pool: bool = True,
     owner: int | None = None,
 ) -> Decision:
-    """Decides for one family.
+    """Decides how a family is trained.
 
     Args:
-      sharded: Why "auto" is to shard it at any cost; "": it takes the cheapest method.
-      left: Why "auto" is to leave it dense; "": it decides by cost.
-      together: Number of tables on devices, its own among them, that "ps" exchanges as one.
-      others: Method -> number of other exchanges by it, whose messages this one shares.
-      joins: "auto" may put it beside tables on hosts, where that sends fewer bytes.
-      pools: Owners may add up its bags, where that sends fewer bytes.
-      owner: On hosts, the rank that is to have all rows; None: they are spread.
+      why_sharded: Why "auto" must shard it, whatever that costs; "": it takes the cheapest method.
+      why_dense: Why "auto" must leave it dense; "": it decides by cost.
+      together: Number of tables on devices, its own included, that "ps" exchanges as one.
+      others: Method -> number of other exchanges by it, which share messages with this one.
+      may_join_hosts: "auto" may put it on hosts beside other tables there, if that sends fewer bytes.
+      may_pool: Owners may add up its bags, if that sends fewer bytes.
+      owner: On hosts, the rank that gets all rows; None: they are sharded.
 
     Raises:
-      StrategyError: a method is named for a table that can't be lifted.
+      StrategyError: the strategy names a method for a table that can't be lifted.
     """
     paths = [program.inputs[k].path for k in space.tables]
     requested = [choices.methods[k] for k in space.tables]
@@ -127,8 +126,8 @@ def decide_family(
     source, ids = _line(space), program.ids[space.family]
 
     def dense(reason: str, remedy: str = "", line: str = source, **fields: Any) -> tuple[None, list[TablePlan]]:
-        said = {"reason": reason, "remedy": remedy, "line": line, **fields}
-        return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **said)
+        notes = {"reason": reason, "remedy": remedy, "line": line, **fields}
+        return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **notes)
 
     lifted = functools.partial(_lifted, program, space, source, choices.waits(space))
     hosted = any(k in choices.hosts for k in space.tables)
@@ -142,7 +141,7 @@ def decide_family(
                 f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
-        # Advise a sampled softmax only for tables whose rows would then be updated, by their size and their ids.
+        # A sampled softmax is advised only for tables that would then be lifted, by their size and ids.
         small = space.refusal.kind == "softmax" and not _pays(program, space, ids, choices)
         return dense(space.refusal.reason, "" if small else space.refusal.remedy, where, refused=True)
     if choices.options.sparse == "off" and not space.is_pulled:
@@ -153,14 +152,14 @@ def decide_family(
         several = choices.devices > 1 and not choices.hosts
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    # Update logs of devices and of hosts, say, can't be mixed.
+    # Tables by rows on devices can't be beside tables on hosts: their update logs, say, differ.
     is_beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred) and method == "auto"
     if hosted or is_beside:
         bounds = host_bounds(space, ids, choices.devices, owner)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
-        sizes, why = _with_bags(program, space, ids, sizes, choices) if pools and sizes is not None else (sizes, "")
+        sizes, why = _with_bags(program, space, ids, sizes, choices) if may_pool and sizes is not None else (sizes, "")
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
-        if is_beside and sizes is not None and not (joins and sent["allreduce"] > sent[HOSTED]):
+        if is_beside and sizes is not None and not (may_join_hosts and sent["allreduce"] > sent[HOSTED]):
             who, more = f"a rank asks for {sizes.requested} of {space.extent} rows", sent["allreduce"] > sent[HOSTED]
             reason = f"{who}: their whole gradient takes {'hardly' if more else 'no'} more bytes"
             return dense(reason, "strategy=('ps', 'hosts')")
@@ -179,21 +178,21 @@ def decide_family(
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
     sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
-    bags = _owned_bags(program, space, ids, choices) if pools else ()
+    bags = _owned_bags(program, space, ids, choices) if may_pool else ()
     safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
-    why = sharded
+    why = why_sharded
     if method == "auto":
         rates = choices.measured.rates
         costs["terms"] = {} if rates is None else step_terms(rates, sizes, others)
         seconds = {} if rates is None else step_seconds(rates, sizes, others)
         found = _compared(program, space, ids, sizes, choices, seconds or costs["sent"])
-        method, why = ("ps", sharded) if sharded else found
-        slower = left or ("" if sharded else _why_dense(program, space, ids, choices, costs["terms"], method))
-        if slower:
+        method, why = ("ps", why_sharded) if why_sharded else found
+        slow = "" if why_sharded else _why_dense(program, space, ids, choices, costs["terms"], method)
+        if why_dense := why_dense or slow:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
-            return dense(f"{shown}: {(why if method == 'allreduce' else '') or slower}", "strategy='ps'", **costs)
+            return dense(f"{shown}: {(why if method == 'allreduce' else '') or why_dense}", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
         by_bags = ""
@@ -202,7 +201,7 @@ def decide_family(
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
-    """Returns whether a family's method is decided by the cost of each on several devices."""
+    """Returns whether a family's method is chosen by cost, on several devices."""
     options = choices.options
     is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and options.sparse != "off"
     if not is_open or choices.devices == 1 or choices.hosts or options.choose == "formulas":
@@ -228,7 +227,7 @@ def _cheapest(cost: Mapping[str, float]) -> str:
 def _compared(
     program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices, costs: Mapping[str, float]
 ) -> tuple[str, str]:
-    """Returns the method of the least cost; or of the fewest bytes by the Parallax paper's table 3, and why."""
+    """Returns the cheapest method, and ""; by the Parallax paper's table 3 the method of the fewest bytes, and why."""
     if choices.options.choose == "times":
         return _cheapest(costs), ""
     flat, n = choices.measured.ids.get(space.family), choices.devices
@@ -251,7 +250,7 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
 
 
 def _steps(program: Program, space: RowSpace) -> int:
-    """Returns how often a call updates a family: a loop over several train steps carries it."""
+    """Returns the number of updates of a family in a call, which may loop over several train steps."""
     leaves, turns = {program.block.inputs[k] for k in space.leaves}, [1]
     for equation in program.block.equations:
         if equation.op == "scan":
@@ -264,9 +263,9 @@ def _steps(program: Program, space: RowSpace) -> int:
 def _why_dense(
     program: Program, space: RowSpace, ids: RowIds, choices: Choices, terms: Mapping[str, Sequence[Term]], method: str
 ) -> str:
-    """Returns why "auto" updates a family whole although it needn't; "" if it doesn't.
+    """Returns why "auto" leaves a family dense that could be lifted; "" if it lifts it.
 
-    `method`, `terms`: the cheapest exchange, and what each takes; empty: unknown.
+    `method`: the cheapest one. `terms`: the costs of each method; empty: unknown.
     """
     if method == "allreduce" or (space.deferred and choices.options.accelerators):
         return "the dense update is the fastest"
@@ -293,10 +292,10 @@ def _lifted(
 ) -> list[TablePlan]:
     """Returns the plans of the tables of a lifted family."""
     most = min(space.extent, program.ids[space.family].count)
-    reason = f"at most {most} of {space.extent} rows a step{_told(bounds, where)}"
+    reason = f"at most {most} of {space.extent} rows a step{_rows_text(bounds, where)}"
     if space.is_pulled:
-        pulled, pushed = map(format_bytes, _moved(space))
-        reason = f"a step pulls {pulled} of it and pushes {pushed} of gradients{_told(bounds, where)}"
+        pulled, pushed = map(format_bytes, _exchanged_bytes(space))
+        reason = f"a step pulls {pulled} of it and pushes {pushed} of gradients{_rows_text(bounds, where)}"
     if log_steps:
         reason += f"; the others move, too: they wait for up to {log_steps} steps, until they are read"
     reason = "; ".join([reason, *filter(None, [why]), *space.notes])
@@ -327,13 +326,13 @@ def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
     ]
 
 
-def _moved(space: RowSpace) -> tuple[int, int]:
+def _exchanged_bytes(space: RowSpace) -> tuple[int, int]:
     pulled = sum(a.equation.outputs[0].type.nbytes for a in space.accesses if a.is_lookup)
     return pulled, sum(a.equation.inputs[2].type.nbytes for a in space.accesses if not a.is_lookup)
 
 
-def _told(bounds: Bounds, where: Where) -> str:
-    """Describes how sharded rows are spread."""
+def _rows_text(bounds: Bounds, where: Where) -> str:
+    """Describes where sharded rows are."""
     if bounds.layout is None:
         return ""
     if where == "hosts":
@@ -358,10 +357,10 @@ def _sharded(
     *,
     cyclic: bool = False,
 ) -> tuple[Bounds, Bounds]:
-    """Returns the bounds by `ps`, without limits and with the capacity that the example needs, if there is one.
+    """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
-    Rows that come in a layout (`stored`) keep it. An earlier plan keeps its layout and, for as many ids, its capacity.
-    `cyclic`: rows are distributed so at any rate.
+    `stored`: the layout that the rows have already. `cyclic`: rows must be distributed cyclically. An earlier plan's
+    layout is kept and, for as many ids, its capacity.
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
     if cyclic:
@@ -374,7 +373,7 @@ def _sharded(
         layout = bounds_layout(bounds)
         layout = replace(layout, cyclic=earlier.cyclic or layout.cyclic)
         bounds = replace(bounds, layout=layout)
-    # A step that exceeds a capacity is repeated, which effects, or ids that depend on other rows, forbid.
+    # A step that exceeds a capacity runs again; it can't if it has effects, or ids that depend on other rows.
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
     if earlier is not None and earlier.ids == ids.count:
@@ -422,7 +421,7 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     # As many as a rank asks for, on average.
     sizes = replace(sizes, owned=sizes.requested, by_first=by_first, whole=is_whole)
     if space.is_pulled:
-        pulled, pushed = (size // space.extent for size in _moved(space))
+        pulled, pushed = (size // space.extent for size in _exchanged_bytes(space))
         return replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
@@ -436,7 +435,7 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 
 def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:
-    """Has owners add up the family's rows by bags, if that sends fewer bytes; also returns a reason."""
+    """Returns the sizes with bags that owners add up, if that sends fewer bytes, and the reason ("": no bags)."""
     earlier, bags = choices.earlier_plan(space), _owned_bags(program, space, ids, choices)
     if not bags:
         return sizes, ""
@@ -454,8 +453,8 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
 
 
 def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[Bags]:
-    """Returns the bags that owners may add up; none if rows are needed one by one, or a bag has several devices'
-    examples."""
+    """Returns the bags that owners may add up; none if single rows are read, or a bag has examples of several
+    devices."""
     earlier, options = choices.earlier_plan(space), choices.options
     by_one = not choices.hosts or options.rank_devices == 1  # a rank's bags are those of one device
     is_whole = by_one and options.microbatches == 1 and options.tensor == 1
@@ -472,9 +471,9 @@ def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices
 def _with_device_bags(
     space: RowSpace, ids: RowIds, bags: Sequence[Bags], bounds: tuple[Bounds, Bounds], sizes: Sizes, choices: Choices
 ) -> tuple[Bounds, Bounds, Sizes, str]:
-    """Has devices add up bags of the rows that they own, if that pays; also returns a reason.
+    """Returns bounds and sizes with bags that owners add up, if that pays, and the reason ("": no bags).
 
-    `bounds`: without limits, and as planned. A fallback has rows travel.
+    `bounds`: (without limits, as planned). A fallback sends rows in place of bags.
     """
     (safe, tight), earlier = bounds, choices.earlier_plan(space)
     if not bags or choices.hosts:
@@ -502,7 +501,7 @@ def _with_device_bags(
 
 
 def _bags_pay(sizes: Sizes, pooled: Sizes, choices: Choices) -> bool:
-    """Returns whether owners are to add up bags on devices: by bytes, and by the predicted time if rates are known."""
+    """Returns whether bags pay on devices: by their bytes, and by predicted times if rates are known."""
     (times, least), (before, after) = _BAGS_PAY, (sent_bytes(each)["ps"] for each in (sizes, pooled))
     if (before - times * after) * sizes.together < least:
         return False
@@ -517,7 +516,7 @@ def _bags_pay(sizes: Sizes, pooled: Sizes, choices: Choices) -> bool:
 
 
 def _bag_pairs(space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[BagPair]:
-    """Returns the bags by which a family is looked up; none if rows are needed one by one."""
+    """Returns the bags by which a family is looked up; none if single rows are read."""
     lookups, pushes = list[tuple[Atom, Atom]](), list[tuple[Atom, Atom]]()
     for access in space.accesses:
         equation = access.equation
@@ -539,15 +538,15 @@ def _line(space: RowSpace) -> str:
     return str(next(filter(None, sources), ""))
 
 
-# --- bytes of a family's rows that travel, looked up and as gradients ---
+# --- bytes of a family's rows that are sent, looked up and as gradients ---
 #
 # A step may look up a few columns of a table, cast it first, or look up functions of its rows: the looked-up values are
-# sent. Gradients are sent as they are scattered, summed ones once (`passes.merge_pushes`).
+# sent. Gradients are sent as they are scattered, a sum of several once (`passes.merge_pushes`).
 
 
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """Bytes of a row, counting each value that travels by itself."""
+    """Bytes of a row, counting each value that is sent by itself."""
 
     looked_up: int  #: Bytes of the values that lookups read.
     gradients: int  #: Bytes of the sums of gradients that are sent.
@@ -555,7 +554,7 @@ class RowBytes:
 
 
 def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) -> RowBytes:
-    """Returns the bytes of the family's rows that travel in a step.
+    """Returns the bytes of the family's rows that are sent in a step.
 
     `on_cpus`: XLA there adds up small floats as float32, and merges a checkpoint's recomputation.
     """
@@ -587,24 +586,24 @@ def _bytes_of_row(type_: ArrayType, extent: int, itemsize: int = 0) -> int:
     return (type_.size * itemsize or type_.nbytes) // extent
 
 
-def _turns(path: Sequence[Equation]) -> int:
+def _iterations(path: Sequence[Equation]) -> int:
     return math.prod(e.params["length"] for e in path if e.op == "scan")
 
 
 def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
-    """Returns the value in the outermost block that computes it, and how often a step does."""
+    """Returns a value's name in the outermost block that has it, and how often a step computes it."""
     for depth in range(len(path) - 1, -1, -1):
         equation = path[depth]
         body = next((b for b in equation.bodies if atom in b.inputs), None)
         constant = 0 if body is None else equation.border.consts
         if body is None or not isinstance(atom, Var) or body.inputs.index(atom) >= constant:
-            return atom, _turns(path[: depth + 1])
+            return atom, _iterations(path[: depth + 1])
         atom = equation.inputs[equation.border.head + body.inputs.index(atom)]
     return atom, 1
 
 
 def _total(block: Block, access: Access) -> tuple[Var, int]:
-    """Returns the sum that a gradient is part of, in the outermost block, and how often a step computes it."""
+    """Returns the sum that a gradient is a term of, in the outermost block, and how often a step computes it."""
     blocks, within = [block], (*access.path, access.equation)
     for outer, inner in itertools.pairwise(within):
         blocks.append(next(b for b in outer.bodies if any(e is inner for e in b.equations)))
@@ -619,7 +618,7 @@ def _total(block: Block, access: Access) -> tuple[Var, int]:
             total = path.pop().outputs[k]
             blocks.pop()
         else:
-            return total, _turns(path)
+            return total, _iterations(path)
 
 
 def _is_handed_on(equation: Equation, k: int) -> bool:

@@ -245,7 +245,7 @@ def without_small(program: Program, decided: Sequence[Decision], choices: Choice
                 for k in members:
                     left[k].add(what)
                     joins, pools = "joins" not in left[k], "pools" not in left[k]
-                    made[k] = decide_family(program, spaces[k], choices, joins=joins, pools=pools)
+                    made[k] = decide_family(program, spaces[k], choices, may_join_hosts=joins, may_pool=pools)
     return made
 
 
@@ -323,7 +323,7 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
         owners = _balanced({k: plans[k] for k in {*named, *fixed}}, fixed, choices.devices)
     made = list(decided)
     for k, owner in owners.items():
-        made[k] = decide_family(program, spaces[k], choices, pools=plans[k].pooled or k in saved, owner=owner)
+        made[k] = decide_family(program, spaces[k], choices, may_pool=plans[k].pooled or k in saved, owner=owner)
     for k, why in whys.items():
         bounds, tables = made[k]
         made[k] = bounds, [replace(t, reason=f"{t.reason}; no rank has it whole: {why}") for t in tables]
