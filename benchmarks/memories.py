@@ -28,10 +28,11 @@ MEMORIES = {
 }
 
 
-def page() -> dict[str, Any]:
-    """Runs the page's programs, and returns their names."""
+def page(rows: int = 200_000, keys: int = 450) -> dict[str, Any]:
+    """Runs the page's programs with tables of `rows`, and of `keys` squared, and returns their names."""
     found: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    text = PAGE.read_text().replace("200_000, 32", f"{rows}, 32").replace("KEYS, TOP = 450", f"KEYS, TOP = {keys}")
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
         exec(compile(block, PAGE.name, "exec"), found)
     return found
 

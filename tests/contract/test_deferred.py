@@ -75,8 +75,9 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return flushes
 
 
-@pytest.mark.parametrize("update", [adam(), adam(b2=0.7), momentum], ids=["adam", "small moments", "momentum"])
-@pytest.mark.parametrize("log_steps", [2, 7, 24])
+@pytest.mark.parametrize(
+    ("update", "log_steps"), diagonal({"adam": adam(), "small moments": adam(b2=0.7), "momentum": momentum}, [24, 2, 7])
+)
 def test_some_rows_at_a_time(few_at_a_time: list[int], update: Any, log_steps: int) -> None:
     case = rows_case(update, one_slot if update is momentum else two_slots)
     assert differ(case, steps=70, log_steps=log_steps) == []

@@ -26,6 +26,7 @@ from tests.support.donation import (
     some,
     stamp_copies,
 )
+from tests.support.pairs import every
 
 
 def check(case: Case, planned: Any, *, copies: bool = False, first: bool = True) -> None:
@@ -36,8 +37,9 @@ def check(case: Case, planned: Any, *, copies: bool = False, first: bool = True)
     assert copies or not large_copies(text)
 
 
-@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "strategy"), [*((name, "ps") for name in CASES), *every(3, [(name, "allreduce") for name in CASES])]
+)
 def test_each_state_is_updated_where_it_was(name: str, strategy: str) -> None:
     case = CASES[name]
     check(case, case.planned(strategy=strategy), copies=name in LARGE_RESULTS)

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from tests.support.followed_lookups import STEPS, batch_of, state_of, trained
+from tests.support.pairs import diagonal
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +20,7 @@ def _double() -> Any:
         yield
 
 
-@pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(("name", "strategy"), diagonal(list(STEPS), {"ps": "ps", "hosts": ("ps", "hosts")}))
 def test_they_are_followed(name: str, strategy: Any) -> None:
     table = trained(name, rtol=1e-12, strategy=strategy)
     assert table.lifted and "read whole" not in table.reason, table.reason

@@ -17,7 +17,7 @@ from tests.support.deferred_optimizers import DEFERRED, PAGE, check
 from tests.support.pairs import long
 from tests.zoo.every_optimizer import names
 
-_NAMED = ("optax.adamw", "optax.amsgrad", "optax.lion", "optax.MultiSteps")
+_NAMED = ("optax.adamw", "optax.lion", "optax.MultiSteps")
 _OTHERS = [name for name in DEFERRED[5::24] if name not in _NAMED]
 TESTED = [*(name for name in DEFERRED if name in _NAMED), *map(long, _OTHERS)]
 

@@ -17,6 +17,7 @@ import autopar
 from autopar.ir.strategy import OPTIMIZATIONS
 from autopar.passes import place_border
 from tests.support.borders import KEPT, MOVED, WIDTH, Look, ids_of, start, step_of
+from tests.support.pairs import diagonal
 
 
 def _planned(look: Look, method: str = "ps", tx: Any = None, **options: Any) -> tuple[Any, Any]:
@@ -60,8 +61,9 @@ def test_rows_travel_as_they_are_where_nothing_is_saved(name: str) -> None:
     assert "owners" not in table.reason
 
 
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
-@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "momentum"])
+@pytest.mark.parametrize(
+    ("method", "optimizer"), diagonal(["ps", "allgather", "allreduce_rows"], ["adam", "adagrad", "momentum"])
+)
 def test_it_goes_with_any_method_and_optimizer(method: str, optimizer: str) -> None:
     tx = {"adam": optax.adam(0.01), "adagrad": optax.adagrad(0.1), "momentum": optax.sgd(0.1, 0.9)}[optimizer]
     look = MOVED["slice, cast"][0]

@@ -12,6 +12,7 @@ import pytest
 import autopar
 from tests.support.meshes import mesh_of
 from tests.support.nested_reductions import NESTINGS, check
+from tests.support.pairs import diagonal
 
 V, D = 11, 3
 METHODS = ["ps", "allgather", "allreduce_rows"]
@@ -86,8 +87,7 @@ def test_a_maximum_written_to_rows_keeps_a_nan(method: str, op: str) -> None:
     assert planned.plan is not None and planned.plan.lifts
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", ["branch in a loop", "loop in a checkpoint"])
+@pytest.mark.parametrize(("method", "name"), diagonal(METHODS, ["branch in a loop", "loop in a checkpoint"]))
 def test_reductions_in_nestings(name: str, method: str) -> None:
     """Partial sums that meet an infinity in a loop are summed first, too."""
     options: dict[str, Any] = {"batch_axis": {"batch/ids": 0, "**": None}, "mesh": mesh_of(4)}

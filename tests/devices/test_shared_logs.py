@@ -20,6 +20,7 @@ from autopar.ir.deferred import update_logs
 from autopar.run.step import ParallelStep
 from tests.support.deferred import differences
 from tests.support.meshes import mesh_of
+from tests.support.pairs import long
 from tests.support.settings import set_options
 
 pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
@@ -102,7 +103,7 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", ["one device", "ps", long("two devices"), "spread and whole"])
 def test_numbers_are_those_of_the_plain_step(place: str) -> None:
     planned = deferring_on(**PLACES[place])
     assert differ(planned) == []

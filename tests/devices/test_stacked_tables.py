@@ -14,6 +14,7 @@ import pytest
 import autopar
 from autopar.tables.sharded import TablePart
 from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal, long
 from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, assert_same, batch, stacks, start, step_of, trained
 
 ADAGRAD, ADAMW = OPTIMIZERS["clipped Adagrad"], OPTIMIZERS["AdamW"]
@@ -55,7 +56,7 @@ def test_trained_and_read_as_by_jax(devices: int, name: str) -> None:
         assert check.ok, check
 
 
-@pytest.mark.parametrize("out_of_range", [False, True])
+@pytest.mark.parametrize("out_of_range", [long(False), True])
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_lookups_of_all_kinds(name: str, out_of_range: bool) -> None:
     step = step_of(ADAGRAD, LOOKUPS[name])
@@ -120,8 +121,7 @@ def _states(devices: int) -> tuple[Any, Any]:
     return mine, theirs
 
 
-@pytest.mark.parametrize("devices", [4, 1])
-@pytest.mark.parametrize("name", EVALUATIONS)
+@pytest.mark.parametrize(("name", "devices"), diagonal(list(EVALUATIONS), [4, 1]))
 def test_an_evaluation_looks_up_in_a_stack_at_once(name: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loops and branches look up there as well."""
     of_tables, lookups = EVALUATIONS[name]
@@ -178,8 +178,7 @@ def test_an_evaluation_of_one_table_of_a_stack() -> None:
     np.testing.assert_allclose(added(given[0], ids) * 0 + added(mixed, ids), wanted, rtol=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "ps"])
-@pytest.mark.parametrize("devices", [4, 1])
+@pytest.mark.parametrize(("devices", "strategy"), diagonal([4, 1], ["auto", "ps"]))
 def test_an_evaluation_of_some_tables_within_a_trace(devices: int, strategy: str) -> None:
     """Those before them in the stack aren't read at all."""
     step = planned(step_of(ADAMW), devices)

@@ -12,8 +12,9 @@ from benchmarks.memories import MEMORIES, page
 
 
 def test_the_page_runs_and_memories_are_trained_on_their_touched_rows() -> None:
-    """In one test, as the page takes a minute: it verifies the step of each memory itself, and trains one step."""
-    found = page()
+    """In one test, as the page takes long: it verifies the step of each memory itself, and trains one step."""
+    found = page(rows=50_000, keys=224)
+    assert found["ROWS"] == 50_000 and found["KEYS"] == 224
     for name, hosts in itertools.product(MEMORIES, (False, True)):
         logits, params, tables = MEMORIES[name]
         strategy = {tables: ("ps", "hosts")} if hosts else "auto"

@@ -70,7 +70,6 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         ),
         (2, 2): (
             "check_batches_that_devices_do_not_divide",
-            "check_ids_of_other_examples",
             "check_models_in_which_examples_meet",
         ),
         (3, 1): ("check_some_of_the_contract", "check_stacked_tables", "check_bytes_of_stacked_tables"),
@@ -159,6 +158,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_init",
             "check_init_of_several_tables",
             "check_stacked_tables",
+            "check_ids_of_other_examples",
         ),
         (3, 2): ("check_contract",),
         (4, 2): ("check_contract",),

@@ -65,8 +65,9 @@ def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any]
 
 
 def every(step: int, values: Iterable[Any]) -> list[Any]:
-    """Parameters of which only each `step`-th one isn't `long`."""
-    return [pytest.param(value, marks=pytest.mark.long if k % step else ()) for k, value in enumerate(values)]
+    """Parameters (a tuple: of several arguments) of which only each `step`-th one isn't `long`."""
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [pytest.param(*row, marks=pytest.mark.long if k % step else ()) for k, row in enumerate(rows)]
 
 
 def long(*values: Any) -> Any:

@@ -70,7 +70,7 @@ def test_recommender(tmp_path: Path) -> None:
 )
 def test_ngram_memory(memory: str, ranks: int) -> None:
     """Both tables run on their touched rows, with the numbers of plain JAX, and the memories help."""
-    sizes = ("--vocab", 512, "--layers", 2, "--dim", 32, "--rows", 200_000, "--width", 32, "--batch", 8)
+    sizes = ("--vocab", 512, "--layers", 2, "--dim", 32, "--rows", 50_000, "--width", 32, "--batch", 8)
     flags = (*sizes, "--corpus", CORPUS, "--memory", memory, "--steps", 80, *["--compare"][: ranks == 1])
     text = run("ngram_memory.py", *flags, ranks=ranks)
     kept = "sparse, others deferred" + (", ps on hosts" if memory == "hosts" else "")

@@ -19,6 +19,7 @@ from autopar.ir import served as ir_served
 from autopar.planning.notes import server_notes
 from autopar.planning.replay_clients import ChooseMessage, LocalJob
 from autopar.servers.messages import Message
+from tests.support.pairs import diagonal
 from tests.support.served import compiled
 
 WORKERS, ROWS, WIDTH, EXAMPLES = 3, 3000, 8, 8
@@ -145,8 +146,7 @@ def in_turns(servers: int) -> ChooseMessage:
     return choose
 
 
-@pytest.mark.parametrize("servers", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "servers"), diagonal(list(CASES), [2, 3]))
 def test_columns_have_the_bits_of_whole_tables(name: str, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
     monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 1024)
