@@ -29,6 +29,10 @@ class Options:
     microbatches: int = 1  #: M.
     headroom: float = HEADROOM  #: A capacity divided by the example's load between two devices.
     log_steps: int | None = None  #: Most steps that deferred rows wait; None: the cheapest number.
+    #: Owners add up bags, or serve tables that aren't named for it, only if a rank sends this many bytes less by it:
+    #: each exchange takes two or three more messages to each rank.
+    least_saved: int = 1 << 16
+    slow_bytes: int = 64 << 20  #: Memory traffic of a step that is worth a warning.
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
     #: Path of a leaf that came sharded -> the axis along which it stays sharded, by "ps" or "tensor".

@@ -349,13 +349,13 @@ _TARGET_S = 0.02
 _LONGER, _LEAST_S = 2, 1e-6
 
 
-def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]]:
-    """Measures links by collective and level; `grid`: devices, `[machines, devices]`.
+def measure_links(grid: np.ndarray, budget: Budget, sizes: Sequence[int] = ()) -> dict[str, dict[str, Link]]:
+    """Measures links by collective and level. `grid`: devices, `[machines, devices]`; `sizes`: bytes of messages.
 
     There are none with one participant, or without time for two sizes.
     """
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
-    sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
+    sizes = sizes or (_CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES)
     levels = {"inside": (Devices(mesh, "device"), 1), "between": (Devices(mesh, "machine"), grid.shape[1])}
     timed: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for size, collective, level in itertools.product(_ends_first(sizes), DEVICE_COLLECTIVES, levels):

@@ -18,9 +18,9 @@ from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.planned_step import PlannedStep
 
-#: Memory traffic of a step that is worth a warning, in bytes and as a multiple of what is needed.
-_BYTES, _TIMES = 64 << 20, 4
-#: The same for values of examples that every device gathers in each step, in bytes.
+#: Memory traffic of a step that is worth a warning, as a multiple of what is needed.
+_TIMES = 4
+#: Bytes worth a warning of values of examples that every device gathers in each step.
 _GATHERED_BYTES = 16 << 20
 
 #: The option of LLVM with which XLA adds by the GPU's own instruction, which takes subnormal numbers for zeros.
@@ -98,7 +98,7 @@ def _dense_tables(planned: PlannedStep) -> Iterator[str]:
         family = sum(program.block.inputs[k].type.nbytes for k in space.leaves)
         dense = touched_bytes(table_bytes=program.block.inputs[space.tables[0]].type.nbytes, family_bytes=family)
         touched = dense * ids // space.extent
-        if dense < max(_BYTES, _TIMES * touched):
+        if dense < max(planned.options.slow_bytes, _TIMES * touched):
             continue
         yield (
             f"every step updates all {space.extent} rows of {table}, which moves {format_bytes(dense)} of memory, "
@@ -117,7 +117,7 @@ def _whole_tables(planned: PlannedStep) -> Iterator[str]:
         table = plan.table(program.inputs[space.tables[0]].path)
         size = program.block.inputs[space.tables[0]].type.nbytes
         choice = choice_for(planned.options.strategy, table.path).method
-        if choice in ROW_METHODS and table.method != "ps" and size >= _BYTES:
+        if choice in ROW_METHODS and table.method != "ps" and size >= planned.options.slow_bytes:
             yield (
                 f"strategy {choice!r} leaves {table.path}, {format_bytes(size)}, whole on each of {plan.devices} "
                 f"devices: {space.refusal}. To change that: {space.refusal.remedy}"
@@ -150,7 +150,7 @@ def _gathered(planned: PlannedStep) -> Iterator[str]:
 def _large_results(planned: PlannedStep) -> Iterator[str]:
     """Yields a warning on large per-example results that come whole to every process without the user's wish."""
     size = gathered_bytes(planned)
-    if size >= _BYTES and planned.options.results is None:
+    if size >= planned.options.slow_bytes and planned.options.results is None:
         yield (
             f"its results with a value for each example, {format_bytes(size)}, come whole to every process in each "
             "call, so that NumPy can read them. Reduce them in the function (a mean, top_k), or leave each with its "

@@ -12,13 +12,14 @@ import pytest
 
 import autopar
 from autopar.ir.plan import TablePlan
-from autopar.run import slow_plans
 from tests.support.dense_tables import FORMS, Step, batch_of, clients, lookup, state_of, training
+from tests.support.settings import set_options
 
 
-def _equals_plain(step: Step, plain: Step, strategy: Any = "ps") -> tuple[autopar.Plan, list[str]]:
+def _equals_plain(step: Step, plain: Step, strategy: Any = "ps", **options: Any) -> tuple[autopar.Plan, list[str]]:
     """The plan of a step whose results are those of a plain one, and its warnings."""
     planned = autopar.parallelize(step, strategy=strategy, state_argnums=0)
+    set_options(planned, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", autopar.SlowPlanWarning)
         found = autopar.materialize(planned(state_of(), batch_of()))
@@ -29,9 +30,8 @@ def _equals_plain(step: Step, plain: Step, strategy: Any = "ps") -> tuple[autopa
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_dense_table_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_plans, "_BYTES", 1)
-    plan, told = _equals_plain(FORMS[name].dense, FORMS[name].dense, {"*": "ps"})
+def test_a_dense_table_says_why(name: str) -> None:
+    plan, told = _equals_plain(FORMS[name].dense, FORMS[name].dense, {"*": "ps"}, slow_bytes=1)
     (table,) = plan.tables
     assert not table.lifted
     assert table.reason and "dense_tables.py:" in table.line
@@ -63,12 +63,10 @@ def test_what_to_write_instead_lifts(name: str) -> None:
     assert table.lifted, table.reason
 
 
-def test_a_table_that_is_named_says_why_whatever_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_that_is_named_says_why_whatever_it_is() -> None:
     """A full softmax isn't worth a word by itself."""
-    monkeypatch.setattr(slow_plans, "_BYTES", 1)
-    _, told = _equals_plain(FORMS["softmax"].dense, FORMS["softmax"].dense, {"table": "ps"})
+    _, told = _equals_plain(FORMS["softmax"].dense, FORMS["softmax"].dense, {"table": "ps"}, slow_bytes=1)
     assert len(told) == 1 and "softmax" in told[0]
-    monkeypatch.undo()
     assert _equals_plain(clients, clients, {"table": "ps"})[1] == []
 
 

@@ -24,8 +24,8 @@ from tests.support.fuzzed import check_sample
 
 
 @pytest.mark.parametrize("mode", ["one", "one-host"])
-def test_random_sessions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sample(mode, tmp_path, monkeypatch)
+def test_random_sessions(mode: str, tmp_path: Path) -> None:
+    check_sample(mode, tmp_path)
 
 
 @pytest.mark.parametrize("mode", ["one", "optimised"])

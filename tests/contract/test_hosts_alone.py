@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import model
+from autopar.cost.model import SMALL_DEFERRED_BYTES
 from benchmarks.hosts import AROUND, timed
 
 V, D, B = 37, 4, 8
@@ -136,8 +136,7 @@ def test_slots_that_the_untouched_rows_read() -> None:
 
 
 @pytest.mark.parametrize("method", ["ps", "auto", "allreduce"])
-def test_rows_that_wait_on_the_device_beside_tables_on_hosts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "SMALL_DEFERRED_BYTES", 1)
+def test_rows_that_wait_on_the_device_beside_tables_on_hosts(method: str) -> None:
     tx = optax.adamw(0.05, weight_decay=0.1)
 
     def step(state: Any, some: jax.Array) -> Any:
@@ -147,7 +146,7 @@ def test_rows_that_wait_on_the_device_beside_tables_on_hosts(method: str, monkey
         return (optax.apply_updates(params, updates), opt), loss
 
     planned = autopar.parallelize(step, strategy={"0/t": ("ps", "hosts"), "0/u": method})
-    params = {"t": table(V, D), "u": table(1000, D)}
+    params = {"t": table(V, D), "u": table(SMALL_DEFERRED_BYTES // (3 * 4 * D) + 1, D)}
     mine, theirs = (jax.tree.map(jnp.copy, (params, tx.init(params))) for _ in range(2))
     if method == "ps":
         with pytest.raises(autopar.StrategyError, match="0/u can't be trained with 'ps' on devices beside"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,10 +15,15 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 @pytest.fixture(autouse=True)
-def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, request: pytest.FixtureRequest) -> None:
+def rates(
+    monkeypatch: pytest.MonkeyPatch,
+    environment: Callable[..., None],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+) -> None:
     """Nothing is measured, except in tests marked so."""
     if request.node.get_closest_marker("measures") is None:
         for module in ("api", "calibration"):
             monkeypatch.setattr(f"autopar.{module}.rates_of", lambda *_, **__: RATES)
-    monkeypatch.setattr(calibrate, "_known", {})
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calibrate._known.clear()
+    environment(XDG_CACHE_HOME=str(tmp_path))

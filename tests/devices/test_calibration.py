@@ -30,17 +30,14 @@ NAMES = ("product", "all_to_all", "all_gather", "all_reduce", "route", "walk", "
 class SlowMachine:
     """Measurements of two sizes of each figure, each of them a second and more of a clock that nobody waits for."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now, self.measured = 0.0, list[tuple[str, int | str]]()
-        monkeypatch.setattr(calibrate, "probes_for", self._probes)
-        monkeypatch.setattr(calibrate.loops, "product_seconds", lambda *_: self._run("product", 512))
-        monkeypatch.setattr(calibrate, "Budget", functools.partial(Budget, clock=lambda: self.now))
 
-    def _probes(self, purpose: str, *_: Any) -> list[Probe]:
+    def probes(self, purpose: str, *_: Any) -> list[Probe]:
         points = [(name, at) for at in (1024, 4096) for name in NAMES[1:]] if purpose == "methods" else [("dense", 4)]
-        return [Probe(name, at, 1, functools.partial(self._run, name, at)) for name, at in points]
+        return [Probe(name, at, 1, functools.partial(self.run, name, at)) for name, at in points]
 
-    def _run(self, name: str, at: int) -> float:
+    def run(self, name: str, at: int) -> float:
         self.now += 1.1
         self.measured.append((name, at))
         return 1e-6 * at
@@ -55,10 +52,20 @@ class SlowMachine:
         return found
 
 
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> SlowMachine:
+    """A slow machine in place of this one."""
+    made = SlowMachine()
+    monkeypatch.setattr(calibrate, "probes_for", made.probes)
+    monkeypatch.setattr(calibrate.loops, "product_seconds", lambda *_: made.run("product", 512))
+    for module in (calibrate, calibration):
+        monkeypatch.setattr(module, "Budget", functools.partial(Budget, clock=lambda: made.now))
+    return made
+
+
 def test_what_there_is_no_time_for_is_measured_by_the_next_process(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    machine: SlowMachine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine = SlowMachine(monkeypatch)
     first = machine.next_process()
     assert machine.measured == [("product", 512), *((name, 1024) for name in NAMES[1:4])]
     assert set(NAMES[1:]) <= set(first.assumed)
@@ -78,8 +85,7 @@ def test_what_there_is_no_time_for_is_measured_by_the_next_process(
 
 
 @pytest.mark.parametrize("broken", ["", "[]", '{"walk": 3}', '{"walk": {"8": null}}'])
-def test_a_broken_file_is_measured_anew(broken: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    machine = SlowMachine(monkeypatch)
+def test_a_broken_file_is_measured_anew(broken: str, machine: SlowMachine, tmp_path: Path) -> None:
     machine.next_process()
     (file,) = (tmp_path / "autopar").iterdir()
     good = file.read_text()
@@ -94,8 +100,8 @@ def test_the_names_of_a_meshs_axes_do_not_matter() -> None:
     assert calibrate.cache_file(Devices.of(mesh_of(2)), "{}") != calibrate.cache_file(DEVICES, "{}")
 
 
-def test_explain_says_what_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
-    SlowMachine(monkeypatch)
+@pytest.mark.usefixtures("machine")
+def test_explain_says_what_is_assumed() -> None:
     planned = autopar.parallelize(step, mesh=mesh_of(4))
     text = " ".join(explained(planned, make_state(4000), ids_in(0, 4000)).split())
     assert "Assumed, as of devices like these, for want of time to measure: AllToAll" in text
@@ -118,10 +124,10 @@ def test_rates_are_measured_outside_of_what_is_traced(monkeypatch: pytest.Monkey
     assert measured == [2.0]
 
 
-def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_command(
+    machine: SlowMachine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """It measures what is missing in the time that it is given; the next process reads it, unless it is --again."""
-    machine = SlowMachine(monkeypatch)
-    monkeypatch.setattr(calibration, "Budget", calibrate.Budget)
     monkeypatch.setattr(calibration, "measure_cluster", lambda mesh, budget, again: autopar.Cluster.named("dgx-h100"))
     arguments = ["--devices", "4", "--seconds", "40"]
     assert calibration.main(arguments) == 0

@@ -14,8 +14,8 @@ from tests.support.fuzzed import check_sample
 
 
 @pytest.mark.parametrize("mode", ["devices", "stages"])
-def test_random_sessions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_sample(mode, tmp_path, monkeypatch)
+def test_random_sessions(mode: str, tmp_path: Path) -> None:
+    check_sample(mode, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.run import slow_plans
 from tests.support.meshes import mesh_of
+from tests.support.settings import set_options
 
 ROWS, WIDTH = 4000, 4
 TX = optax.adamw(0.1)
@@ -34,9 +34,11 @@ def _step(metric: Any) -> Any:
     return train_step
 
 
-def _told(metric: Any, examples: int, **options: Any) -> list[str]:
+def _told(metric: Any, examples: int, slow_bytes: int = 1, **options: Any) -> list[str]:
+    """Returns what is said of a step, by default of any number of bytes."""
     table = jnp.ones((ROWS, WIDTH))
     step = autopar.parallelize(_step(metric), **options)
+    set_options(step, slow_bytes=slow_bytes)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", autopar.SlowPlanWarning)
         state = {"emb": table, "opt": TX.init(table)}
@@ -45,26 +47,19 @@ def _told(metric: Any, examples: int, **options: Any) -> list[str]:
     return [str(w.message) for w in caught]
 
 
-@pytest.fixture
-def every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slow_plans, "_BYTES", 1)
-
-
-@pytest.mark.usefixtures("every_byte_counts")
 def test_a_metric_that_makes_a_table_dense() -> None:
     (told,) = _told(jnp.linalg.norm, 8)
     assert f"all {ROWS} rows of emb" in told and "at most 8 rows" in told and "test_slow_plans.py:" in told
     assert "compute it apart from the step" in told
 
 
-@pytest.mark.usefixtures("every_byte_counts")
 @pytest.mark.parametrize(("metric", "examples"), [(None, 8), ("softmax", 8), (jnp.linalg.norm, ROWS // 2)])
 def test_nothing_to_change(metric: Any, examples: int) -> None:
     assert _told(metric, examples, strategy="ps" if metric is None else "auto") == []
 
 
 def test_small_tables_are_dense_without_a_word() -> None:
-    assert _told(jnp.linalg.norm, 8) == []
+    assert _told(jnp.linalg.norm, 8, slow_bytes=64 << 20) == []
 
 
 def _frozen(state: Any, ids: Any) -> Any:
@@ -75,13 +70,13 @@ def _written(state: Any, ids: Any) -> Any:
     return (state[0].at[ids].set(state[1]), state[1] + 1.0), ids.sum()
 
 
-@pytest.mark.usefixtures("every_byte_counts")
 @pytest.mark.parametrize("step", [_frozen, _written])
 def test_a_table_without_an_update_is_spread_where_it_is_named(step: Any) -> None:
     ids = np.arange(8, dtype=np.int32) * 3
 
     def run(strategy: Any) -> tuple[Any, list[str], str]:
         planned: Any = autopar.parallelize(step, strategy=strategy, state_argnums=0, mesh=mesh_of(4))
+        set_options(planned, slow_bytes=1)
         state = (jnp.arange(4.0 * ROWS).reshape(ROWS, WIDTH), jnp.ones(()))
         text = planned.lower(state, ids).compile().as_text()
         with warnings.catch_warnings(record=True) as caught:

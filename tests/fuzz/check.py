@@ -56,7 +56,7 @@ def _load(program: Program, folder: Path) -> SimpleNamespace:
     """The script as a module; its file is there for tracebacks."""
     text, path = text_of(program), folder / f"program_{program.seed}.py"
     path.write_text(text)
-    module = SimpleNamespace(__name__="program")
+    module = SimpleNamespace(__name__="program", __file__=str(path))
     exec(compile(text, str(path), "exec"), module.__dict__)
     return module
 

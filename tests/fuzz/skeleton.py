@@ -6,7 +6,6 @@ autopar; run by itself, it prints the leaves in which plain and planned steps di
 
 # --- head ---
 import os
-import tempfile
 from typing import Any, NamedTuple  # noqa: F401
 
 import jax
@@ -193,7 +192,7 @@ class Session:
     def kept_on_disk(self):
         if not self.planned:
             return self.state
-        folder = os.path.join(tempfile.gettempdir(), f"fuzz-{SEED}-{os.getppid()}")  # one for all ranks
+        folder = f"{os.path.splitext(os.path.abspath(__file__))[0]}-{os.getppid()}"  # one for all ranks
         autopar.save(folder, self.state)
         return autopar.restore(folder, like=self.state).state
 

@@ -227,21 +227,16 @@ class _Walk:
 # --- whether owners of tables that are exchanged as one save enough bytes together ---
 
 
-#: Owners add up bags, or serve tables that aren't named for it, only if a rank sends this many bytes less by it: each
-#: exchange takes two or three more messages to each rank.
-LEAST_SAVED = 1 << 16
-
-
 def without_small(program: Program, decided: Sequence[Decision], choices: Choices) -> list[Decision]:
-    """Returns the decisions without exchanges that save less than `LEAST_SAVED`. `decided`: of each family; those of
-    hosts save bytes, however few."""
-    made, spaces = list(decided), program.facts.spaces
+    """Returns the decisions without exchanges that save less than the options' `least_saved`. `decided`: of each
+    family; those of hosts save bytes, however few."""
+    made, spaces, least = list(decided), program.facts.spaces, choices.options.least_saved
     left: list[set[str]] = [set() for _ in spaces]
     savings: dict[str, Callable[[RowSpace, TablePlan, Choices], float]] = {"pools": _by_bags, "joins": _beside}
     for what, saving in savings.items():
         saved = [saving(space, table, choices) for space, (_, (table, *_)) in zip(spaces, made, strict=True)]
-        for members in exchanges(program, made) if min(saved, default=math.inf) < LEAST_SAVED else ():
-            if sum(saved[k] for k in members) < LEAST_SAVED:
+        for members in exchanges(program, made) if min(saved, default=math.inf) < least else ():
+            if sum(saved[k] for k in members) < least:
                 for k in members:
                     left[k].add(what)
                     joins, pools = "joins" not in left[k], "pools" not in left[k]
@@ -304,7 +299,7 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
     saved = {k: _saved(program, k, decided, choices) for k in considered if _nbytes(plans[k]) <= share}
     for members in exchanges(program, decided):
         new = [k for k in members if k in saved and not plans[k].pooled]
-        if sum(saved[k] for k in new) < LEAST_SAVED:  # bags take messages of their own
+        if sum(saved[k] for k in new) < choices.options.least_saved:  # bags take messages of their own
             saved |= dict.fromkeys(new, 0)
     saved = {k: saving for k, saving in saved.items() if saving}
     owners = _balanced({k: plans[k] for k in {*named, *saved, *fixed}}, fixed, choices.devices)

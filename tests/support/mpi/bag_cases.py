@@ -21,14 +21,12 @@ from autopar.ir.plan import Plan
 from autopar.mpi.bags import BagIds, add_up, ask_bags, spread
 from autopar.mpi.machines import LeaderExchange, connect, exchange
 from autopar.mpi.world import World
-from autopar.passes.choosing import families, together
+from autopar.passes.choosing import families
+from tests.support.settings import set_options
 
 HOSTS = ("ps", "hosts")
 RANK, RANKS = jax.process_index(), jax.process_count()
 EXAMPLES, LENGTH, ROWS = 12, 10, 200
-
-#: Owners add up whatever saves a byte.
-SMALL_PAY = mock.patch.object(together, "LEAST_SAVED", 0)
 
 Batch = Mapping[str, Any]
 Form = Callable[[jax.Array, Batch], jax.Array]
@@ -132,6 +130,7 @@ def _agrees(forms: Mapping[str, Form], tx: optax.GradientTransformation, widths:
     """Returns a planned step, whose results were the plain one's, and the state that it made."""
     step = step_of(forms, tx)
     planned, plain = autopar.parallelize(step, strategy={"params/tables/*": HOSTS}, donate=False), jax.jit(step)
+    set_options(planned, least_saved=0)  # owners add up whatever saves a byte
     mine = theirs = start(forms, tx, widths)
     for k in range(steps):
         (mine, told), (theirs, wanted) = planned(mine, batch_of(k)), plain(theirs, batch_of(k))
@@ -145,7 +144,6 @@ def pooled(plan: Plan | None) -> set[str]:
     return {t.path.removeprefix("params/tables/") for t in plan.tables if t.pooled}
 
 
-@SMALL_PAY
 def check_forms() -> None:
     """Each table by itself; rows that a rank needs aren't added up elsewhere."""
     every = {**BAGS, **OTHERS, "two fills": _two_fills}
@@ -160,7 +158,6 @@ def check_forms() -> None:
     assert len(apart) <= 1 and all("ids out of range mean different things" in reason for reason in apart), apart
 
 
-@SMALL_PAY
 def check_stacks_and_optimizers() -> None:
     """Tables of two widths, in stacks, with rows that wait and rows that don't."""
     forms = {name: BAGS[name] for name in ("sum", "masked mean", "where", "out of range, filled", "beside single rows")}
@@ -170,11 +167,11 @@ def check_stacks_and_optimizers() -> None:
         assert "are exchanged and updated as one" in str(autopar.explain(planned)) and planned.plan.defers
 
 
-@SMALL_PAY
 def check_bytes() -> None:
     """Exact, by what each rank's ids are: what the plan says, less what no bag of an owner has."""
     form = {"masked mean": BAGS["masked mean"]}
     step = autopar.parallelize(step_of(form, optax.sgd(0.1)), strategy={"params/tables/*": HOSTS})
+    set_options(step, least_saved=0)
     state = start(form, optax.sgd(0.1), (8,))
     for k in range(3):
         before = dict(exchange().sent_bytes)

@@ -20,12 +20,12 @@ from autopar.backends.global_arrays import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops
 from autopar.measure.compiled_collectives import sent_by_device
-from autopar.run import slow_plans
 from tests.support import dense_steps, stacked_tables
 from tests.support.explained import explained
 from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
+from tests.support.settings import set_options
 from tests.zoo import MODELS, OPTIMIZERS
 
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
@@ -197,14 +197,14 @@ def check_results_of_steps() -> None:
 
 
 def check_large_results_are_told_of() -> None:
-    least, slow_plans._BYTES = slow_plans._BYTES, 4 * BATCH
-    try:
-        run = lambda **options: autopar.parallelize(lambda x: x.sum(1), **options)(np.ones((BATCH, 3), np.float32))  # noqa: E731
-        raises(autopar.SlowPlanWarning, f"{4 * BATCH} B, come whole to every process", run)
-        run(results="whole")
-        run(results="spread")
-    finally:
-        slow_plans._BYTES = least
+    def run(**options: Any) -> None:
+        planned = autopar.parallelize(lambda x: x.sum(1), **options)
+        set_options(planned, slow_bytes=4 * BATCH)
+        planned(np.ones((BATCH, 3), np.float32))
+
+    raises(autopar.SlowPlanWarning, f"{4 * BATCH} B, come whole to every process", run)
+    run(results="whole")
+    run(results="spread")
 
 
 def check_a_copy_of_the_state_is_whole_everywhere() -> None:

@@ -18,7 +18,7 @@ import optax
 from autopar.mpi.machines import exchange
 from autopar.passes.choosing import together
 from tests.support import many_tables, stacked_tables
-from tests.support.mpi.bag_cases import BAGS, EXAMPLES, SMALL_PAY, _agrees, batch_of, pooled, start, step_of
+from tests.support.mpi.bag_cases import BAGS, EXAMPLES, _agrees, batch_of, pooled, start, step_of
 
 RANK, RANKS = jax.process_index(), jax.process_count()
 WHOLE, SPREAD = ("ps:table", "hosts"), ("ps", "hosts")
@@ -59,7 +59,6 @@ def check_whole_tables_beside_others() -> None:
     np.testing.assert_allclose(mine["params"]["tables"]["t04"][np.array([3, 0, 3, 32])], some[[3, 0, 3, 32]], atol=1e-4)
 
 
-@SMALL_PAY
 @ANY_WORK
 def check_bags_of_whole_tables() -> None:
     """Chosen where owners add up bags: a rank gets one sum of each bag, in place of one of each owner."""

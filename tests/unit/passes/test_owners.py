@@ -20,25 +20,22 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan
 from autopar.ir.program import known
 from autopar.ir.stacked import StackShape
-from autopar.passes.choosing import together
 from tests.support.mpi.bag_cases import BAGS, OTHERS, batch_of, start, step_of
+from tests.support.settings import set_options
 
 LINK = Link(1e-5, 1e10)
 SPREADS, WHOLE = {"params/tables/*": ("ps", "hosts")}, ("ps:table", "hosts")
 
 
-@pytest.fixture(autouse=True)
-def small_tables_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LEAST_SAVED", 0)
-
-
 def case(strategy: Any, count: int, rows: Sequence[int] = (), form: str = "sum") -> tuple[Any, Any, Any]:
-    """Makes a step with tables of bags, and its arguments. `rows`: of the first tables, if others."""
+    """Makes a step with tables of bags, however small, and its arguments. `rows`: of the first tables, if others."""
     forms, tx = {f"{k}": {**BAGS, **OTHERS}[form] for k in range(count)}, optax.sgd(0.1)
     state = start(forms, tx, (8,))
     for k, n in enumerate(rows):
         state["params"]["tables"][f"{k}"] = jnp.zeros((n, 8))
-    return autopar.parallelize(step_of(forms, tx), strategy=strategy), state, batch_of(0)
+    step = autopar.parallelize(step_of(forms, tx), strategy=strategy)
+    set_options(step, least_saved=0)
+    return step, state, batch_of(0)
 
 
 def cluster_of(ranks: int) -> ClusterSpec:

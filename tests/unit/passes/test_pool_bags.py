@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from unittest import mock
 
 import optax
 import pytest
@@ -16,22 +15,21 @@ from autopar.ir.cluster import ClusterSpec, Device, Link
 from autopar.ir.figures import Sizes
 from autopar.ir.program import known
 from autopar.passes import pool_bags
-from autopar.passes.choosing import together
 from autopar.planning.plan import elsewhere
 from autopar.run.planned_step import PlannedStep
 from tests.support.mpi.bag_cases import BAGS, HOSTS, OTHERS, ROWS, Form, batch_of, pooled, start, step_of
+from tests.support.settings import set_options
 
 LINK = Link(1e-5, 1e10)
 
 
-@pytest.fixture(autouse=True)
-def small_tables_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(together, "LEAST_SAVED", 0)
-
-
-def planned_for(ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, seed: int = 0) -> PlannedStep:
+def planned_for(
+    ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, seed: int = 0, least_saved: int = 0
+) -> PlannedStep:
+    """Plans a step, by default so that small tables pay."""
     tx = optax.sgd(0.1)
     step = autopar.parallelize(step_of(forms, tx), strategy={"params/tables/*": HOSTS})
+    set_options(step, least_saved=least_saved)
     cluster = ClusterSpec("made up", ranks, 1, Device("cpu", 1e11, 1e12, 1e11), LINK, LINK, 1e11)
     return elsewhere(step, cluster).planned_for(start(forms, tx, widths), batch_of(seed))
 
@@ -56,8 +54,7 @@ def test_bags_are_found_in_all_forms(stacked: bool) -> None:
 def test_rows_travel_where_that_sends_less() -> None:
     """More ranks have more partial sums, and those that don't divide the examples cut bags apart."""
     forms = {"sum": BAGS["sum"], "two sums": BAGS["two sums"]}
-    with mock.patch.object(together, "LEAST_SAVED", 1 << 16):  # too little for two more messages
-        assert not pooled(planned_for(2, forms, (8, 9)).compiled.plan)
+    assert not pooled(planned_for(2, forms, (8, 9), least_saved=1 << 16).compiled.plan)  # too little for more messages
     assert [pooled(planned_for(n, forms, (8, 9)).compiled.plan) for n in (1, 2, 4, 5, 12)] == [
         set(),
         {"sum", "two sums"},
@@ -71,15 +68,15 @@ def _sent(sizes: Sizes) -> int:
     return sent_bytes(sizes, "hosts")["ps on hosts"]
 
 
-def test_bags_of_tables_that_are_exchanged_as_one_pay_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bags_of_tables_that_are_exchanged_as_one_pay_together() -> None:
     """Each table by itself saves less than the least."""
     forms = {f"t{k}": BAGS["sum"] for k in range(6)}
     alone = planned_for(2, forms, (8, 9)).compiled.plan.tables
     spread = [dataclasses.replace(known(t.sizes), whole=False) for t in alone]
     saved = min(_sent(sizes.by_rows()) - _sent(sizes) for sizes in spread)
     for least, widths, pays in ((saved, range(8, 14), True), (3 * saved, range(8, 14), False), (3 * saved, (8,), True)):
-        monkeypatch.setattr(together, "LEAST_SAVED", least)
-        assert pooled(planned_for(2, forms, widths).compiled.plan) == (set(forms) if pays else set())
+        plan = planned_for(2, forms, widths, least_saved=least).compiled.plan
+        assert pooled(plan) == (set(forms) if pays else set())
 
 
 def test_a_plan_in_a_file_says_it(tmp_path: Path) -> None:
