@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar import schedules
+from autopar import learning_rates
 
 SPEECH = {"learning_rate": 0.1, "steps_per_epoch": 40}
 
@@ -79,5 +79,5 @@ def test_what_is_refused(wrong: dict[str, Any], message: str) -> None:
 
 
 def test_the_example() -> None:
-    found = doctest.testmod(schedules)
+    found = doctest.testmod(learning_rates)
     assert found.attempted > 0 and not found.failed

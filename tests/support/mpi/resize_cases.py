@@ -14,13 +14,10 @@ import autopar  # first: it makes the ranks JAX's processes
 import jax
 import numpy as np
 
-from autopar.measure import calibrate
 from autopar.tables.host import HostTable
-from tests.support.rates import RATES
 from tests.support.resized import Training, alike, batch_in, plainly_resized, train_resized
 
 HOSTS = ("ps", "hosts")
-calibrate.calibrate_rates = lambda devices, plan, advance: RATES
 
 
 def planning(**options: Any) -> Callable[[Any], Any]:
