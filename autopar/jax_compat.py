@@ -328,8 +328,8 @@ def repeats_bits() -> bool:
 
     On GPUs scatters add by atomics, in any order, unless XLA is told otherwise.
     """
-    told = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
-    return told or jax.default_backend() not in ("gpu", "cuda", "rocm")
+    is_flag_set = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
+    return is_flag_set or jax.default_backend() not in ("gpu", "cuda", "rocm")
 
 
 def holds_floats(wide: Dtype, narrow: Dtype) -> bool:

@@ -354,8 +354,8 @@ def _gather(equation: Equation, k: int, axis: int) -> int | None:
         examples = [d for d in range(len(equation.outputs[0].shape)) if d not in numbers.offset_dims]
         return examples[axis] if axis < len(examples) else None
     if axis in numbers.operand_batching_dims:
-        paired = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
-        return _gather(equation, 1, paired)
+        batching = numbers.start_indices_batching_dims[numbers.operand_batching_dims.index(axis)]
+        return _gather(equation, 1, batching)
     shape = equation.inputs[0].shape
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
     if axis in gone or equation.params["slice_sizes"][axis] != shape[axis]:

@@ -153,8 +153,8 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     if not (equation.op == "gather" or equation.op.startswith("scatter")):
         return None
     numbers = equation.params["dimension_numbers"]
-    paired = "start_indices_batching_dims" if equation.op == "gather" else "scatter_indices_batching_dims"
-    if axis >= rank - 1 or axis in getattr(numbers, paired) or atom.shape[axis] % devices:
+    batching = "start_indices_batching_dims" if equation.op == "gather" else "scatter_indices_batching_dims"
+    if axis >= rank - 1 or axis in getattr(numbers, batching) or atom.shape[axis] % devices:
         return None
     return axis if axes.get(index) == axis + len(index.shape) - rank else None
 

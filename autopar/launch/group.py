@@ -148,7 +148,7 @@ class Group(abc.ABC):
             if own is None:
                 return [read(result)]
             raise own if isinstance(own, AutoparError) else kind(text_of(own)) from own
-        failure = None if own is None else Failure.of(own, kind).told()
+        failure = None if own is None else Failure.of(own, kind).as_json()
         outcomes = self._read(self.values([failure, result], about), about, read_outcome)
         failed = [(member, failure) for member, (failure, _) in zip(self.members, outcomes, strict=True) if failure]
         if not failed:
@@ -176,10 +176,10 @@ class Group(abc.ABC):
                 return [None, work() if self.rank == 0 else None]
             except AutoparError as error:
                 failure = error
-                return [Failure.of(error, kind).told(), None]
+                return [Failure.of(error, kind).as_json(), None]
 
-        told = self.together(kind, lead, about)[:1]
-        ((raised, result),) = self._read(told, about, read_outcome)
+        outcomes = self.together(kind, lead, about)[:1]
+        ((raised, result),) = self._read(outcomes, about, read_outcome)
         if raised is not None:
             raise raised.kind(raised.text) from failure
         return self._read([result], about, read)[0]
@@ -371,7 +371,7 @@ class Failure(NamedTuple):
         known = next((c for c in type(error).__mro__ if c in _ERRORS.values()), kind)
         return Failure(known, text_of(error), machine_name())
 
-    def told(self) -> list[str]:
+    def as_json(self) -> list[str]:
         return [self.kind.__name__, self.text, self.machine]
 
 

@@ -64,18 +64,18 @@ def main(command: list[str]) -> int:
         with mmap.mmap(file.fileno(), PAGE_BYTES) as page:
             flags, step, length = PAGE.unpack_from(page, 0)
             what = page[PAGE.size : PAGE.size + length].decode(errors="replace")
-    ended = _how_it_ended(code, flags, _killed_for_memory() - killed_before)
+    fault = _fault(code, flags, _killed_for_memory() - killed_before)
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     role = "a server, " if flags & SERVES else ""
     name = f"autopar: rank {rank} ({role}process {child.pid} on {socket.gethostname()})"
     if code == 0 and not flags and _others_go_on():
         _say(f"{name} has ended with exit code 0 and didn't import autopar: ranks that do wait for it.")
-    if ended:
+    if fault:
         where = f"in step {step} ({what})" if step >= 0 and flags else what or "before autopar was imported"
-        _say(f"{name} {ended}, {where}.")
+        _say(f"{name} {fault}, {where}.")
         time.sleep(FORWARD_S)
-    result = 128 - code if code < 0 else code or int(ended is not None)
-    if ended:
+    result = 128 - code if code < 0 else code or int(fault is not None)
+    if fault:
         _abort_job(result)
     return result
 
@@ -113,8 +113,8 @@ def _abort_job(code: int) -> None:
         time.sleep(LAST_S)  # Its answer is a SIGKILL.
 
 
-def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
-    """Says how a child ended; None if nothing is amiss, or if the child has said it itself."""
+def _fault(code: int, flags: int, killed_for_memory: int) -> str | None:
+    """Says how a child failed; None if nothing is amiss, or if the child has said it itself."""
     if flags & REPORTED:
         return None
     if code < 0:

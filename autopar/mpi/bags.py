@@ -86,20 +86,24 @@ def ask_bags(
     counts = np.ascontiguousarray(mine, np.min_scalar_type(ids.longest))
     theirs = np.empty_like(counts)
     exchange.swap("ids", [*counts], [*theirs])
-    # An owner that knows what it was asked for is told which of that; else which of its rows.
+    # Rows are named by their position in what the owner was asked for, if it knows that, else in its shard.
     wanted, of = ids.wanted[order], owners[order].astype(np.intp)
     numbers = wanted - asked[of] if knows else indices[wanted] - of * shard_rows
-    told, heard = (np.diff(asked), [part.size for part in requested.sources]) if knows else ([shard_rows] * size,) * 2
+    limits, own_limits = (
+        (np.diff(asked), [part.size for part in requested.sources]) if knows else ([shard_rows] * size,) * 2
+    )
     weights = [] if ids.weights is None else [ids.weights[order]]
     sends = [
         np.concatenate([x[a:b].view(np.uint8) for x in (*weights, numbers.astype(_unsigned(most)))])
-        for (a, b), most in zip(pairwise(ends), told, strict=True)
+        for (a, b), most in zip(pairwise(ends), limits, strict=True)
     ]
     totals, width = theirs.sum(1, dtype=np.int64).tolist(), len(weights) * ids.dtype.itemsize
-    received = [np.empty(n * (width + _unsigned(m).itemsize), np.uint8) for n, m in zip(totals, heard, strict=True)]
+    received = [
+        np.empty(n * (width + _unsigned(m).itemsize), np.uint8) for n, m in zip(totals, own_limits, strict=True)
+    ]
     exchange.swap("ids", sends, received)
     columns, data = [], []
-    for source, n, most, message in zip(requested.sources, totals, heard, received, strict=True):
+    for source, n, most, message in zip(requested.sources, totals, own_limits, received, strict=True):
         rows = message[n * width :].view(_unsigned(most))
         columns.append(source[rows] if knows else requested.rows.searchsorted(rows))
         data.append(message[: n * width].view(ids.dtype) if weights else np.ones(n, ids.dtype))

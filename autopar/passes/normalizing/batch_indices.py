@@ -35,7 +35,7 @@ class _Names:
 
     gone: str
     mapped: str
-    paired: str
+    batching: str
 
 
 _GATHER = _Names("collapsed_slice_dims", "start_index_map", "start_indices_batching_dims")
@@ -72,7 +72,7 @@ class _Batch(Rewriter):
         operand, indices = equation.inputs[:2]
         if operand in self._inputs:  # rows of a table, if anything
             return None
-        taken, axes = getattr(numbers, names.paired), range(len(indices.shape) - 1)
+        taken, axes = getattr(numbers, names.batching), range(len(indices.shape) - 1)
         for column, dim in enumerate(getattr(numbers, names.mapped)):
             for count, axis in ((n, a) for n in self._sizes for a in axes if a not in taken):
                 (size, rest), (each, more) = divmod(operand.shape[dim], count), divmod(indices.shape[axis], count)
@@ -113,7 +113,7 @@ def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
     """Maps dimensions of the operand to the axes of the indices along which their index counts completely."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
     operand, indices = equation.inputs[:2]
-    taken = set(getattr(numbers, names.paired))
+    taken = set(getattr(numbers, names.batching))
     pairs: dict[int, int] = {}
     for dim, axis in zip(getattr(numbers, names.mapped), counting.columns(indices), strict=False):
         if axis is None or dim not in getattr(numbers, names.gone) or axis in taken:
@@ -127,14 +127,14 @@ def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
 def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
     """Returns the equation with indices that count along axes as batching dimensions."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
-    batched = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)) | pairs
+    batched = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.batching), strict=True)) | pairs
     mapped = getattr(numbers, names.mapped)
     kept = [k for k, dim in enumerate(mapped) if dim not in pairs]
     changed = {
         names.gone: tuple(d for d in getattr(numbers, names.gone) if d not in pairs),
         names.mapped: tuple(mapped[k] for k in kept),
         "operand_batching_dims": tuple(sorted(batched)),
-        names.paired: tuple(batched[d] for d in sorted(batched)),
+        names.batching: tuple(batched[d] for d in sorted(batched)),
     }
     params = {**equation.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
 
@@ -166,7 +166,7 @@ def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
     def of_operand(d: int) -> int:
         return d + (d > dim)
 
-    pairs = zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)
+    pairs = zip(numbers.operand_batching_dims, getattr(numbers, names.batching), strict=True)
     batched = {of_operand(d): at + (at > axis) for d, at in pairs} | {dim: axis}
     window = tuple(d + (d > outer) for d in window)
     changed = {
@@ -174,7 +174,7 @@ def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
         names.gone: tuple(sorted([dim + 1, *(of_operand(d) for d in getattr(numbers, names.gone) if d != dim)])),
         names.mapped: (*(of_operand(mapped[k]) for k in kept), dim + 1),
         "operand_batching_dims": tuple(sorted(batched)),
-        names.paired: tuple(batched[d] for d in sorted(batched)),
+        names.batching: tuple(batched[d] for d in sorted(batched)),
     }
     params = {**equation.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
     if is_gather:

@@ -560,7 +560,7 @@ class Picked:
     others."""
 
     indexed: Shape  #: Axes of the operand, in the order of the components of the indices.
-    paired: tuple[tuple[int, int], ...]  #: (axis of the operand, axis of the indices along which it runs).
+    batching: tuple[tuple[int, int], ...]  #: (axis of the operand, axis of the indices along which it runs).
     windows: Shape  #: The other axes of the operand.
     inner: Shape  #: Their axes in the result (or the updates).
 
@@ -568,19 +568,19 @@ class Picked:
     def of(equation: Equation) -> Picked | None:
         """Returns what an equation takes; None if it doesn't take whole rows."""
         numbers, shape = equation.params["dimension_numbers"], equation.inputs[0].shape
-        paired = numbers.operand_batching_dims
+        batched = numbers.operand_batching_dims
         if equation.op == "gather":
             indexed, gone, inner = numbers.start_index_map, numbers.collapsed_slice_dims, numbers.offset_dims
             batching = numbers.start_indices_batching_dims
-            sizes = [equation.params["slice_sizes"][d] for d in range(len(shape)) if d not in (*gone, *paired)]
+            sizes = [equation.params["slice_sizes"][d] for d in range(len(shape)) if d not in (*gone, *batched)]
         else:
             indexed, gone = numbers.scatter_dims_to_operand_dims, numbers.inserted_window_dims
             inner, batching = numbers.update_window_dims, numbers.scatter_indices_batching_dims
             sizes = [equation.inputs[2].shape[d] for d in inner]
-        windows = tuple(d for d in range(len(shape)) if d not in (*gone, *paired))
+        windows = tuple(d for d in range(len(shape)) if d not in (*gone, *batched))
         if set(indexed) != set(gone) or sizes != [shape[d] for d in windows]:
             return None
-        pairs = tuple((int(d), int(axis)) for d, axis in zip(paired, batching, strict=True))
+        pairs = tuple((int(d), int(axis)) for d, axis in zip(batched, batching, strict=True))
         return Picked(tuple(map(int, indexed)), pairs, windows, tuple(map(int, inner)))
 
 
@@ -629,7 +629,7 @@ def _index(
     dtype = np.dtype(np.int64 if indices[0].dtype.itemsize == 8 else np.int32)
     components = (part[..., k].astype(dtype) for part in indices for k in range(part.shape[-1]))
     parts, lead = dict(zip(picked.indexed, components, strict=True)), indices[0].shape[:-1]
-    parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in picked.paired}
+    parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in picked.batching}
     is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
     ids: dict[int, Leaf] = {}
     outside: list[Leaf] = []  # flags of ids that mean no row

@@ -90,7 +90,7 @@ def rebuild(node: Node, leaves: Sequence[Leaf]) -> Pytree:
 #: The format that is written and read.
 FORMAT = 4
 NAME = "manifest.json"
-#: The name of `RowLayout.cyclic` in files.
+#: The name of `RowLayout.cyclic` in files of format 4.
 _CYCLIC = "dealt"
 
 #: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere if it has no elements.
