@@ -38,7 +38,7 @@ def localize(
       program: A lifted program.
       bound: Says how values are placed.
       examples: The batch is a device's part. Otherwise only rows are an owner's part, and the rest stays global.
-      reduces_by_mpi: Sums over the ranks' examples are reduced reduces_by_mpi programs, by MPI.
+      reduces_by_mpi: Sums over the ranks' examples are reduced between programs, by MPI.
 
     Raises:
       NotLocal: an equation can't run on a part of its operands.

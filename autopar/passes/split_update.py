@@ -291,7 +291,7 @@ class _Microbatch(Localizer):
             return False
         return super()._partial(equation, partial)
 
-    def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
+    def _whole_of_spread(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         known = self.known(atom)
         if known is None:
             where = "" if source is None or source.op.startswith(PREFIX) else f" in {_called(source.op)}"
