@@ -41,8 +41,8 @@ class TableLeaf(abc.ABC):
     """A leaf of the state that stands for an array [..., V, ...] of the rows' dtype.
 
     Python's operators, methods of arrays and functions of JAX read it whole, and make ordinary arrays, as
-    `0.9 * average + 0.1 * table` of a moving average. `copy.deepcopy` makes a leaf with buffers of its own; `pickle`
-    and Flax's `to_bytes` write an ordinary array, if this process has all of it. docs/leaves.md lists it all.
+    `0.9 * average + 0.1 * table` of a moving average. `copy.deepcopy` makes a leaf with buffers of its own; `pickle`,
+    Flax's `to_bytes` and Orbax write an ordinary array, if this process has all of it. docs/leaves.md lists it all.
     """
 
     #: Each client has its own (`sync=`), so that only steps of clients take it.
@@ -60,6 +60,10 @@ class TableLeaf(abc.ABC):
         flax = sys.modules.get("flax.serialization")  # it looks for the very class, and has no other way to ask it
         if flax is not None and not flax.is_serializable(cls):
             flax.register_serialization_state(cls, TableLeaf.ordinary, lambda leaf, state: state)
+        handlers = getattr(sys.modules.get("orbax.checkpoint"), "type_handlers", None)
+        if handlers is not None and not handlers.has_type_handler(cls):
+            handlers.register_type_handler(TableLeaf, handler := _orbax_handler(handlers))
+            handler.name = "np.ndarray"  # any process can read it; registered, it is taken
         return super().__new__(cls)
 
     def __init__(self, aval: Leaf) -> None:
@@ -269,6 +273,21 @@ class StandingLeaf(TableLeaf, Generic[P]):
         return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
 
+def _orbax_handler(handlers: Any) -> Any:
+    """Returns what writes leaves into Orbax's PyTree checkpoints, as arrays. `handlers`: Orbax's module of them."""
+
+    class Handler(handlers.NumpyHandler):
+        name = "autopar.TableLeaf"
+
+        def typestr(self) -> str:
+            return self.name
+
+        async def serialize(self, values: Any, infos: Any, args: Any = None) -> Any:
+            return await super().serialize([np.asarray(leaf.ordinary()) for leaf in values], infos, args)
+
+    return Handler()
+
+
 def current(leaf: Leaf) -> Leaf:
     """Brings a leaf up to date: a table updates rows that wait, an array that is on its way arrives."""
     while isinstance(leaf, StandingLeaf):
@@ -293,7 +312,7 @@ def copied(leaf: Leaf) -> Leaf:
 
 #: What arrays of JAX have that is read, or computed, of their elements alone.
 _READING = frozenset(
-    "T mT at real imag all any argmax argmin argpartition argsort astype choose clip compress conj conjugate "
+    "T mT at real imag all any argmax argmin argpartition argsort astype choose clip compress conj conjugate copy "
     "cumprod cumsum diagonal dot flatten item max mean min nonzero prod ptp ravel repeat reshape round searchsorted "
     "sort squeeze std sum swapaxes take tolist trace transpose var".split()
 )

@@ -9,6 +9,7 @@ import copy
 import functools
 import io
 import pickle
+import tempfile
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 
 import autopar
 from autopar.tables.leaf import TableLeaf
@@ -50,8 +52,8 @@ by applying each operation to each kind; a test compares with NumPy.
   `autopar.save(path, state)` on all, or `autopar.materialize(state)` on all and pickle what it returns on one. A
   `ServedLeaf` is pickled by any worker, as it is on the servers then. A `HostTable` is written from the memory of the
   host, as a NumPy array: a device may have no room for it.
-- **Flax** serializes these leaves from the first step on that runs after Flax was imported; its `msgpack_serialize`
-  takes plain trees of arrays only (`materialize`).
+- **Flax and Orbax** write these leaves (`to_bytes`, `save_checkpoint`, `PyTreeCheckpointer`) from the first step on
+  that runs after they were imported. Flax's `msgpack_serialize` takes plain trees of arrays only (`materialize`).
 - **Steps** are copied and pickled like functions: by name from a module, else (`cloudpickle`, which Ray uses) as the
   function and the options of `parallelize`. Plans aren't pickled: the other process makes one for its own devices.
 
@@ -60,6 +62,12 @@ by applying each operation to each kind; a test compares with NumPy.
 
 def _flax_bytes(x: Any) -> Any:
     return flax.serialization.msgpack_restore(flax.serialization.to_bytes({"x": x}))["x"]
+
+
+def _orbax(x: Any) -> Any:
+    with tempfile.TemporaryDirectory() as folder, ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(f"{folder}/x", {"x": x})
+        return checkpointer.restore(f"{folder}/x")["x"]
 
 
 def _saved(x: Any) -> Any:
@@ -76,6 +84,7 @@ OPERATIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "pickle.loads(pickle.dumps(x))": (lambda x: pickle.loads(pickle.dumps(x)), lambda x: x),
     "flax.serialization.to_bytes(x)": (_flax_bytes, lambda x: x),
     "flax.serialization.to_state_dict(x)": (lambda x: flax.serialization.to_state_dict({"x": x})["x"], lambda x: x),
+    "PyTreeCheckpointer().save(path, x)": (_orbax, lambda x: x),
     "autopar.materialize(x)": (autopar.materialize, lambda x: x),
     "np.asarray(x)": (np.asarray, lambda x: x),
     "np.save(file, x)": (_saved, lambda x: x),
@@ -83,6 +92,7 @@ OPERATIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "jnp.asarray(x)": (jnp.asarray, lambda x: x),
     "jnp.array(x)": (jnp.array, lambda x: x),
     "jnp.copy(x)": (jnp.copy, lambda x: x),
+    "x.copy()": (lambda x: x.copy(), lambda x: x),
     "jax.device_put(x, device)": (lambda x: jax.device_put(x, jax.devices()[0]), lambda x: x),
     "x[...]": (lambda x: x[...], lambda x: x),
     "x[2]": (lambda x: x[2], lambda x: x[2]),
