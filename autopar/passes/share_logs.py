@@ -1,8 +1,8 @@
-"""Lets families with the same untouched update share an update log, so that their rows are brought up to date together.
+"""Gives families with the same untouched update one update log, so that one loop replays rows of all of them.
 
-An optimizer treats most tables alike: a step writes down the same values for all (a learning rate, bias corrections).
-One update log then has the records of all, beside the stamps of each, and one loop replays rows of all of them: in the
-step, in an evaluation, and between steps (`backends.update_log`). With 26 tables that is one program in place of 26.
+An optimizer treats most tables alike: a step records the same values for all (a learning rate, bias corrections). A
+shared log has one record for each step, and the stamps of each family. With 26 tables XLA compiles one replay in the
+step, in an evaluation, and between steps (`backends.update_log`), in place of 26.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.program_plan import ProgramPlan
 
 
 def share_logs(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the lifted program with as few update logs as there are different ones."""
+    """Returns the lifted program with one update log for families whose logs would be equal."""
     logs = _logs(program)
     if not logs:
         return program, "nothing is deferred"
@@ -37,22 +37,23 @@ class _Log:
     """A family's update log."""
 
     flush: Equation
-    record: Equation | None  #: The equation that writes a step down, if there is anything to write.
-    old: tuple[Var, ...]  #: Stamps, now, segment, records, segments before the step and after it.
+    record: Equation | None  #: The equation that records a step, if there is anything to record.
+    #: Stamps, now, segment, records, segments before the step, and after it.
+    old: tuple[Var, ...]
     new: tuple[Atom, ...]
-    first: int  #: The index of its stamps among the program's inputs; the rest of the log follows.
+    first: int  #: The index of its stamps among the program's inputs; the others of `old` follow.
 
     @property
     def family(self) -> int:
         return self.flush.params["family"]
 
-    def key(self, same: Mapping[Var, Atom]) -> Hashable:
+    def key(self, same: Mapping[Atom, Atom]) -> Hashable:
         """Returns a key that is equal for families that can share an update log."""
         replay: Replay = self.flush.params["replay"]
         if self.record is None:
             return self.family
         _, *given = self.record.inputs
-        values = tuple(atom_key(_named(same, a)) for a in given[len(replay.records) :])
+        values = tuple(atom_key(same.get(a, a)) for a in given[len(replay.records) :])
         alike = replace(replay, leaves=tuple(range(len(replay.leaves))), extent=0)
         try:
             return alike, block_key(self.flush.bodies[0]), values
@@ -77,17 +78,13 @@ def _logs(program: Program) -> list[_Log]:
     return logs
 
 
-def _named(names: Mapping[Var, Atom], atom: Atom) -> Atom:
-    return names.get(atom, atom) if isinstance(atom, Var) else atom
-
-
-def _equal_values(block: Block) -> dict[Var, Atom]:
-    """Maps values that JAX's equations make to earlier ones that are always equal."""
-    numbering, same = Numbering(), dict[Var, Atom]()
+def _equal_values(block: Block) -> dict[Atom, Atom]:
+    """Maps results of JAX's equations to earlier values that are always equal."""
+    numbering, same = Numbering(), dict[Atom, Atom]()
     for equation in block.equations:
         if equation.op.startswith("ap.") and equation.op != "ap.full":
             continue
-        inputs = tuple(_named(same, a) for a in equation.inputs)
+        inputs = tuple(same.get(a, a) for a in equation.inputs)
         earlier = numbering.find(replace(equation, inputs=inputs))
         if earlier is not None:
             same.update(zip(equation.outputs, earlier, strict=True))
@@ -95,9 +92,9 @@ def _equal_values(block: Block) -> dict[Var, Atom]:
 
 
 def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
-    """Returns the program with one update log for each group, that of the first family."""
+    """Returns the program with one update log for each group of families: that of its first family."""
     block = program.block
-    env: dict[Var, Atom] = {}
+    env: dict[Atom, Atom] = {}
     leads: dict[Equation, int] = {}
     gone: set[Equation] = set()
     for first, *others in shared:
@@ -114,17 +111,16 @@ def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
     for equation in block.equations:
         if equation not in gone:
             lead = {"log": leads[equation]} if equation in leads else {}
-            inputs = tuple(_named(env, a) for a in equation.inputs)
+            inputs = tuple(env.get(a, a) for a in equation.inputs)
             equation = replace(equation, inputs=inputs, params={**equation.params, **lead})
             equations.append(equation)
-    return _with_entries(program, shared, _caught_up_together(equations, shared), env)
+    return _reordered(program, shared, _join_catch_ups(equations, shared), env)
 
 
-def _with_entries(
-    program: Program, shared: Sequence[Sequence[_Log]], equations: Sequence[Equation], env: Mapping[Var, Atom]
+def _reordered(
+    program: Program, shared: Sequence[Sequence[_Log]], equations: Sequence[Equation], env: Mapping[Atom, Atom]
 ) -> Program:
-    """Returns the program with these update logs among its inputs and outputs: stamps of each, then the shared
-    parts."""
+    """Returns the program with inputs and outputs in the order of shared logs: all stamps, then the shared parts."""
     block, new_states = program.block, program.new_states
     start = shared[0][0].first
     kept: list[int] = []
@@ -147,25 +143,25 @@ def _with_entries(
         block=Block(
             tuple(block.inputs[k] for k in numbers),
             tuple(equations),
-            tuple(_named(env, block.outputs[k]) for k in order),
+            tuple(env.get(block.outputs[k], block.outputs[k]) for k in order),
         ),
         inputs=tuple(program.inputs[k] for k in numbers),
         outputs=tuple(map(output, order)),
     )
 
 
-def _caught_up_together(equations: Sequence[Equation], shared: Sequence[Sequence[_Log]]) -> Sequence[Equation]:
-    """Returns the equations with one `ap.catch_up` for families that share a log, where none waits for another one."""
+def _join_catch_ups(equations: Sequence[Equation], shared: Sequence[Sequence[_Log]]) -> Sequence[Equation]:
+    """Joins each `ap.catch_up` with others of the same log, unless one depends on the other."""
     for logs in shared:
         families = {log.family for log in logs}
         waiting = [e for e in equations if e.op == "ap.catch_up" and families.issuperset(e.params["families"])]
         while waiting:
-            members, equations = _joined(equations, waiting[0], set(waiting))
+            members, equations = _join_first(equations, waiting[0], set(waiting))
             waiting = [e for e in waiting if e not in members]
     return equations
 
 
-def _joined(
+def _join_first(
     equations: Sequence[Equation], first: Equation, candidates: set[Equation]
 ) -> tuple[set[Equation], Sequence[Equation]]:
     """Joins an `ap.catch_up` with later ones that don't depend on it; returns these, and all equations.
