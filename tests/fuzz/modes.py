@@ -34,6 +34,8 @@ class Mode:
     strategies: tuple[str | tuple[Any, ...], ...] = (*["ps"] * 9, "auto")
     options: tuple[Options, ...] = _ANYWHERE
     pipelines: tuple[Pipeline, ...] = ((),)
+    #: Whether tables are looked up by bags, which owners add up however few bytes that saves.
+    bags: bool = False
 
     @property
     def environment(self) -> dict[str, str]:
@@ -64,6 +66,8 @@ MODES: Mapping[str, Mode] = {
         ),
         Mode("ranks", ranks=2, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto")),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
+        Mode("bags", devices=4, strategies=("ps",), bags=True),
+        Mode("hosts-bags", ranks=2, strategies=(("ps", "hosts"),), bags=True),
         Mode("hosts-devices", devices=2, ranks=2, strategies=(("ps", "hosts"), ("ps", "hosts"), *_DENSE)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
         Mode("one-host-devices", devices=2, strategies=(("ps", "hosts"), ("ps", "hosts"), *_DENSE)),

@@ -152,6 +152,50 @@ LOOKUPS: Pieces = {
     "twice": lambda t, i: t[i][::-1] + 0.5 * lax.stop_gradient(t[i]) * t[(i + 1) % len(t)],
 }
 
+# --- the same, of bags: each id's are six ---
+
+
+def _bag(i: Any, t: Any) -> Any:
+    return (i[:, None] * 5 + jnp.arange(6)) % len(t)
+
+
+def _far_bag(i: Any, t: Any) -> Any:
+    """Some are out of range."""
+    return i[:, None] * 2 + jnp.arange(6) - 4
+
+
+def _halves_of_bags(t: Any, i: Any) -> Any:
+    rows = t[_bag(i, t)]
+    return rows[:, :2].sum(1) - 2 * rows[:, 2:].mean(1)
+
+
+def _two_sums_of_bags(t: Any, i: Any) -> Any:
+    rows = t[_bag(i, t)]
+    return rows.sum(1) * (rows * jnp.cos(1.0 * _bag(i, t))[..., None]).sum(1)
+
+
+BAGS: Pieces = {
+    "index": lambda t, i: t[i],
+    "sum": lambda t, i: t[_bag(i, t)].sum(1),
+    "mean, clipped": lambda t, i: jnp.take(t, _far_bag(i, t), axis=0, mode="clip").mean(1),
+    "out of range": lambda t, i: t[_far_bag(i, t)].sum(1),
+    "filled": lambda t, i: t.at[_far_bag(i, t)].get(mode="fill", fill_value=0.25).sum(1),
+    "masked": lambda t, i: (t[_bag(i, t)] * (_bag(i, t) % 3 > 0)[..., None]).sum(1),
+    "where": lambda t, i: jnp.where((_far_bag(i, t) % 2 == 0)[..., None], t[_far_bag(i, t)], 2.0).sum(1),
+    "weighted": lambda t, i: jnp.einsum("bld,bl->bd", t[_bag(i, t)], jnp.cos(1.0 * _bag(i, t))),
+    "a product": lambda t, i: (jnp.sin(1.0 * _far_bag(i, t))[:, None] @ t.at[_far_bag(i, t)].get(mode="clip"))[:, 0],
+    "halves": lambda t, i: _halves_of_bags(t, i),
+    "two sums": lambda t, i: _two_sums_of_bags(t, i),
+    "beside single rows": lambda t, i: t[_bag(i, t)].sum(1) * t[i],
+    "segments": lambda t, i: jax.ops.segment_sum(
+        t[_bag(i, t).reshape(-1)], jnp.arange(6 * len(i)) // 6, num_segments=len(i)
+    ),
+    "mapped": lambda t, i: jax.vmap(lambda ids: t[ids].sum(0))(_bag(i, t)),
+    "of two axes": lambda t, i: t[_bag(i, t).reshape(-1, 2, 3)].sum(2).mean(1),
+    "half of it held": lambda t, i: lax.stop_gradient(t[_bag(i, t)]).sum(1) + t[_bag(i, t)].mean(1),
+    "largest": lambda t, i: t[_bag(i, t)].max(1),
+}
+
 ID_KINDS: Pieces = {
     **ingredients.ID_KINDS,
     "of a list": lambda i, k: jnp.asarray(np.arange(13) * 5 % ROWS)[i],

@@ -33,6 +33,7 @@ class Program:
     numpy: bool = False
     chain: tuple[str, ...] = ()
     lookups: tuple[tuple[str, str], ...] = (("index", "as they are"),)
+    bags: bool = False
     after: str = "nothing"
     loss: str = "square"
     gradient: str = "direct"
@@ -127,7 +128,10 @@ def draw(seed: int, mode: Mode) -> Program:
         "events": {"events": ("step", *(e for event in more for e in (event, "step")), "step")},
         "lookups": {
             "lookups": tuple(
-                (d.one(f"lookup {k}", list(pieces.LOOKUPS)), d.one(f"ids {k}", list(pieces.ID_KINDS), 0.3))
+                (
+                    d.one(f"lookup {k}", list(pieces.BAGS if mode.bags else pieces.LOOKUPS)),
+                    d.one(f"ids {k}", list(pieces.ID_KINDS), 0.3),
+                )
                 for k in range(d.one("lookups", (1, 2, 3), 0.5))
             )
         },
@@ -158,11 +162,15 @@ def draw(seed: int, mode: Mode) -> Program:
         "options": {"options": d.one("options", mode.options)},
     }
     drawn: dict[str, Any] = {"events": ("step", "step")}
-    groups = d.groups()  # two of them may have one field: the last of `fields` has it, whatever the order of a set is
+    drawn |= {"rows": 40, "ids": 8} if mode.bags else {}  # a device's own program has several bags
+    # With more beside them, owners would seldom add up bags.
+    groups = {"lookups", *d.some("beside bags", sorted(_GROUPS), (0.6, 0.4))} if mode.bags else d.groups()
+    # Two of them may have one field: the last of `fields` has it, whatever the order of a set is.
     drawn |= {name: value for group in fields if group in groups for name, value in fields[group].items()}
     strategy = d.one("strategy", mode.strategies)
     pipeline = d.one("pipeline", mode.pipelines)
-    return Program(seed=seed, devices=mode.devices, strategy=strategy, pipeline=pipeline, donate=donate, **drawn)
+    figures = {"seed": seed, "devices": mode.devices, "donate": donate, "bags": mode.bags}
+    return Program(**figures, strategy=strategy, pipeline=pipeline, **drawn)
 
 
 def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -188,7 +196,7 @@ def _changes(program: Program) -> Iterator[tuple[str, Any]]:
     """Choices that can be taken back, as (field, value in its place): the largest steps first."""
     fields = sorted(dataclasses.fields(program), key=lambda field: field.name != "events")  # they cost the most time
     for field in fields:
-        if getattr(program, field.name) != field.default and field.name != "seed":
+        if getattr(program, field.name) != field.default and field.name not in ("seed", "bags"):
             yield field.name, field.default
     for field in fields:
         value = getattr(program, field.name)

@@ -115,7 +115,8 @@ def text_of(program: Program) -> str:
         ]
 
     slot = program.optimizer if program.optimizer in updates.SLOTS else ""
-    lookups = [ast.Tuple([*pick("LOOKUPS", a), *pick("ID_KINDS", b)], ast.Load()) for a, b in program.lookups]
+    looked_up = "BAGS" if program.bags else "LOOKUPS"
+    lookups = [ast.Tuple([*pick(looked_up, a), *pick("ID_KINDS", b)], ast.Load()) for a, b in program.lookups]
     single = {
         "STORED": pick("STORED", program.stored),
         "AFTER": pick("AFTER", program.after),
@@ -154,6 +155,9 @@ def text_of(program: Program) -> str:
         f"PIPELINE = {program.pipeline!r}",
         f"NUMBER, NUMPY = {number}, {program.numpy}",
     ]
+    if program.bags:
+        lines += ["from autopar.passes.choosing import alike, families"]
+        lines += ["alike.LEAST_SAVED, families._BAGS_PAY = 0, (0, -(1 << 60))"]
     nodes: list[ast.AST] = [node for group in (*single.values(), *several.values()) for node in group]
     lines += [ast.unparse(statement) for statement in _needed(nodes, known)]
     lines += [f"{name} = {ast.unparse(node)}" for name, (node,) in single.items()]
