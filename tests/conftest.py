@@ -1,13 +1,12 @@
 """Shared by all tests. XLA's optimizer is turned down: tests compile hundreds of tiny programs, and run each a few
 times. What depends on it (memory, HLO) asks for the default in a process of its own. What one test compiled, JAX keeps
-in the user's cache for all others: workers, ranks, the next time, and other checkouts on this machine."""
+in a folder for all others: workers, ranks, and the next time."""
 
 import contextlib
 import gc
 import importlib.metadata
 import os
 import sys
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,27 +25,7 @@ if "xla_backend_optimization_level" not in os.environ["XLA_FLAGS"]:
         # Compiles in 60% of the time. It rounds otherwise where it fuses.
         os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 
-
-def _compiled() -> Path:
-    """Returns a folder for programs, in which they go by what they are made of, by flags and JAX: the user's, one for
-    each set of instructions that processors have, or one in this checkout."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text().splitlines() if known.exists() else []
-    instructions = next((line for line in lines if line.startswith(("flags", "Features"))), "").encode()
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    with contextlib.suppress(OSError):
-        folder = caches / "autopar-tests" / f"jax-{zlib.crc32(instructions):08x}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    return Path(__file__).parent.parent / ".pytest_cache" / "jax"
-
-
-COMPILED = _compiled()
-#: Seconds for which a program is kept that no test reads.
-KEPT_S = 14 * 24 * 3600.0
-
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
@@ -55,15 +34,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """The tests on several devices run only where they are named: JAX fixes the number of devices at its start."""
     named = any("devices" in str(argument) for argument in config.args)
     return True if collection_path == Path(__file__).parent / "devices" and not named else None
-
-
-def pytest_sessionstart(session: pytest.Session) -> None:
-    """Deletes compiled programs that nobody needs any more: those of another autopar, or of another JAX."""
-    if not hasattr(session.config, "workerinput"):
-        for file in COMPILED.glob("*"):
-            with contextlib.suppress(OSError):
-                if file.stat().st_atime < time.time() - KEPT_S:
-                    file.unlink()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

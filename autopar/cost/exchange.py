@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
 from autopar.ir.figures import SHARED_BYTES, Sizes, Term, wire_bytes
+from autopar.ir.plan import TablePlan
 from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 
 ID_BYTES = 4
@@ -36,6 +37,12 @@ def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
     terms = method_terms(sizes, where)
     methods = terms if where == "devices" else (HOSTED, "allgather", "allreduce")[:: 2 if sizes.constant else 1]
     return {method: sum(t.sent for t in terms[method]) for method in methods}
+
+
+def with_sizes(table: TablePlan, sizes: Sizes) -> TablePlan:
+    """Returns a table's plan with other sizes, and bytes of the same methods as before."""
+    sent = sent_bytes(sizes, table.where)
+    return replace(table, sizes=sizes, sent={method: sent[method] for method in table.sent})
 
 
 def method_terms(

@@ -34,7 +34,7 @@ class FamilyPlan:
     bounds: Bounds
     stacked: tuple[TablePlan, ...] = ()  #: The plans of a stack's tables (`ir.stacked`); `table` is the first one.
 
-    def members(self) -> Iterator[tuple[TablePlan, frozenset[str]]]:
+    def tables(self) -> Iterator[tuple[TablePlan, frozenset[str]]]:
         """Yields the plan of each table, or of the stack's, and the paths of its leaves."""
         for table in self.stacked or (self.table,):
             yield table, frozenset((table.path, *table.slots))

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags, most_uses
-from autopar.cost.exchange import sent_bytes
+from autopar.cost.exchange import with_sizes
 from autopar.ir.local import BagSet
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of, known
@@ -55,11 +55,10 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
     """Returns the plan in which a family's rows travel, and why."""
 
     def changed(table: TablePlan) -> TablePlan:
-        sizes = known(table.sizes).by_rows()
-        reason_ = f"{table.reason}; but its rows travel: {reason}"
-        return replace(table, sizes=sizes, sent=sent_bytes(sizes, table.where), reason=reason_)
+        by_rows = with_sizes(table, known(table.sizes).by_rows())
+        return replace(by_rows, reason=f"{table.reason}; but its rows travel: {reason}")
 
-    own = frozenset().union(*(paths for _, paths in planned.members()))
+    own = frozenset().union(*(paths for _, paths in planned.tables()))
     tables = (changed(t) if t.pooled and t.path in own else t for t in bound.plan.tables)
     return bound.noting(tables=tuple(tables))
 
@@ -67,15 +66,14 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
 def _with_room(bound: ProgramPlan, planned: FamilyPlan, bag_ids: int) -> ProgramPlan:
     """Returns the plan in which a stack's messages have room for `bag_ids` ids: more than for its tables' own if an id
     of one is in more bags than one of another."""
-    each = [(known(table.sizes).bag_ids, paths) for table, paths in planned.members()]
+    each = [(known(table.sizes).bag_ids, paths) for table, paths in planned.tables()]
     before, total, shares = 0, sum(count for count, _ in each), dict[str, int]()
     for count, paths in each:
         start, before = before, before + count
         shares |= dict.fromkeys(paths, before * bag_ids // total - start * bag_ids // total)
 
     def changed(table: TablePlan) -> TablePlan:
-        sizes = replace(known(table.sizes), bag_ids=shares[table.path])
-        return replace(table, sizes=sizes, sent=sent_bytes(sizes, table.where))
+        return with_sizes(table, replace(known(table.sizes), bag_ids=shares[table.path]))
 
     tables = (changed(t) if t.pooled and t.path in shares else t for t in bound.plan.tables)
     return bound.noting(tables=tuple(tables))

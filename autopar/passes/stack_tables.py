@@ -26,9 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.bags import is_plain_access
-from autopar.cost.exchange import sent_bytes
-from autopar.ir.figures import Sizes
-from autopar.ir.plan import TablePlan
+from autopar.cost.exchange import with_sizes
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowFacts
@@ -50,7 +48,6 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
     hosts: ranks), so that a shard of the stack has shards of the tables. `analyze`: analyses a program without facts.
     """
     stacks, _ = _stacks(program, plan)
-    plan = _noting_stacks(program, plan, stacks)
     written = _written(program, stacks) if stacks else None
     if written is None:
         return None
@@ -62,24 +59,19 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
     return None if followed is None else StackedProgram(program, followed, inputs, outputs)
 
 
-def _noting_stacks(program: Program, plan: ProgramPlan, stacks: Sequence[_Stack]) -> ProgramPlan:
+def _noting_stacks(plan: ProgramPlan, together: Sequence[Sequence[int]]) -> ProgramPlan:
     """Returns the plan, whose sizes say with how many tables each is exchanged. If bags of one have weights, those of
-    all have."""
+    all have. `together`: the families of each stack."""
     noted = {table.path: table.sizes and replace(table.sizes, together=1) for table in plan.plan.tables}
-    for stack in stacks:
-        paths = [program.inputs[k].path for m in stack.members for k in m.space.tables]
+    for families in together:
+        members = [known(plan.family(family)) for family in families]
+        paths = {path for member in members for _, own in member.tables() for path in own} & {*noted}
         weight = max((sizes.bag_weight for path in paths if (sizes := noted[path])), default=0)
         for path in paths:
             if sizes := noted[path]:
-                noted[path] = replace(sizes, together=len(stack.members), bag_weight=weight)
-    tables = (
-        replace(t, sizes=sizes, sent=_sent(t, sizes)) for t, sizes in zip(plan.plan.tables, noted.values(), strict=True)
-    )
+                noted[path] = replace(sizes, together=len(families), bag_weight=weight)
+    tables = (t if (sizes := noted[t.path]) is None else with_sizes(t, sizes) for t in plan.plan.tables)
     return plan.noting(tables=tuple(tables))
-
-
-def _sent(table: TablePlan, sizes: Sizes | None) -> Mapping[str, int]:
-    return table.sent if sizes is None else sent_bytes(sizes, table.where)
 
 
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:
@@ -149,6 +141,7 @@ def plan_stacked(
       program: The stacked program, analysed.
       inputs: Its inputs, as those of the program before.
     """
+    plan = _noting_stacks(plan, together)
     numbers = {n: k for k, was in enumerate(inputs) for n in ((was,) if isinstance(was, int) else was.inputs)}
     kept = {space.family: space for space in before.spaces}
     members = {families[0]: families for families in together}

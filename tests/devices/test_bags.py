@@ -111,6 +111,24 @@ def test_ids_take_as_many_bytes_beside_float64() -> None:
         compare({"weights": BAGS["weights"]}, optax.sgd(0.1), (8,), steps=1)
 
 
+@WITH_FALLBACKS
+@pytest.mark.parametrize("names", [("masked mean",), ("sum", "mean", "where", "weights")])
+def test_evaluations_read_bags(names: Sequence[str]) -> None:
+    """Of a table, and of four in a stack."""
+    forms, tx = {name: BAGS[name] for name in names}, optax.adamw(0.05, eps=1e-3)
+    step = planned(forms, tx)
+    state, batch = step(start(forms, tx, (8,)), batch_of(0))[0], batch_of(1)
+    one_row = {**batch, "ids": np.full_like(batch["ids"], ROWS - 1)}
+
+    def read(params: Any, batch: Any) -> jax.Array:
+        return sum(form(params["tables"][name], batch) for name, form in forms.items())
+
+    evaluate = autopar.parallelize(read, mesh=mesh_of(4))
+    for some in (batch, one_row):
+        assert_same(evaluate(state["params"], some), read(autopar.materialize(state["params"]), some))
+    assert pooled(evaluate.plan) == set(forms) and autopar.check(evaluate, state["params"], batch).ok
+
+
 def test_more_ids_of_one_owner_than_measured() -> None:
     """One row only, so that its number of ids alone exceeds what messages have room for."""
     forms, tx = {"sum": BAGS["sum"]}, optax.adagrad(0.3)

@@ -175,12 +175,13 @@ def decide_family(
         return (bounds, bounds), lifted(bounds, method)
     stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
     safe, tight = _sharded(program, space, ids, choices, stored, cyclic=together > 1)
-    if stored is not None:  # a Table that is only read
-        return (safe, tight), lifted(tight, "ps")
     sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
     bags = _owned_bags(program, space, ids, choices) if may_pool else ()
     safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
+    if stored is not None:  # a Table that is only read
+        costs["sent"] = {"ps": costs["sent"]["ps"]}
+        return (safe, tight), lifted(tight, "ps", why=by_bags, **(costs if by_bags else {}))
     why = why_sharded
     if method == "auto":
         rates = choices.measured.rates

@@ -141,7 +141,7 @@ def _agrees(forms: Mapping[str, Form], tx: optax.GradientTransformation, widths:
 def pooled(plan: Plan | None) -> set[str]:
     """Returns the tables whose bags owners add up."""
     assert plan is not None
-    return {t.path.removeprefix("params/tables/") for t in plan.tables if t.pooled}
+    return {t.path.rpartition("tables/")[2] for t in plan.tables if t.pooled}
 
 
 def check_forms() -> None:
