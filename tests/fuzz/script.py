@@ -153,11 +153,8 @@ def text_of(program: Program) -> str:
         "from autopar.sync import Async, Average, Elastic",
         f"DEVICES, OPTIONS = {program.devices}, {{{', '.join(texts)}}}",
         f"PIPELINE = {program.pipeline!r}",
-        f"NUMBER, NUMPY = {number}, {program.numpy}",
+        f"NUMBER, NUMPY, BAGS = {number}, {program.numpy}, {program.bags}",
     ]
-    if program.bags:
-        lines += ["from autopar.passes.choosing import alike, families"]
-        lines += ["alike.LEAST_SAVED, families._BAGS_PAY = 0, (0, -(1 << 60))"]
     nodes: list[ast.AST] = [node for group in (*single.values(), *several.values()) for node in group]
     lines += [ast.unparse(statement) for statement in _needed(nodes, known)]
     lines += [f"{name} = {ast.unparse(node)}" for name, (node,) in single.items()]
