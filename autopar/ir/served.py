@@ -123,8 +123,17 @@ def _concatenated(parts: Sequence[Leaf], axis: int) -> Leaf:
 
 
 T = TypeVar("T")
-#: Things of at least LEAST_CUT_BYTES are cut where a part would have UNEVEN times the mean of all, or more.
-LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
+
+
+@dataclass(frozen=True, slots=True)
+class Cutting:
+    """Says what is cut: things of `least_bytes` or more, while a part would have `uneven` times the mean of all."""
+
+    least_bytes: int = 1 << 16
+    uneven: float = 1.1
+
+
+CUTTING = Cutting()
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
@@ -139,7 +148,11 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def balanced_pieces(
-    things: Sequence[T], parts: int, size: Callable[[T], int], cut: Callable[[T], Sequence[T]]
+    things: Sequence[T],
+    parts: int,
+    size: Callable[[T], int],
+    cut: Callable[[T], Sequence[T]],
+    cutting: Cutting = CUTTING,
 ) -> list[list[T]]:
     """Returns the things of each nonempty part. While one part has much more than others, large things are cut.
 
@@ -152,10 +165,10 @@ def balanced_pieces(
         sizes = [size(thing) for thing in made]
         shares = balanced(sizes, parts)
         fullest = max(shares, key=lambda share: sum(sizes[n] for n in share))
-        large = [n for n, size_ in enumerate(sizes) if may_cut[n] and size_ >= LEAST_CUT_BYTES]
+        large = [n for n, size_ in enumerate(sizes) if may_cut[n] and size_ >= cutting.least_bytes]
         if len(fullest) == 1 or not set(large).isdisjoint(fullest):
             large = [n for n in large if n in fullest]
-        if not large or sum(sizes[n] for n in fullest) * parts <= UNEVEN * sum(sizes):
+        if not large or sum(sizes[n] for n in fullest) * parts <= cutting.uneven * sum(sizes):
             return [[made[n] for n in share] for share in shares if share]
         n = max(large, key=lambda n: sizes[n])
         pieces = cut(made[n]) or [made[n]]

@@ -28,21 +28,24 @@ from autopar.ir.operations import split
 from autopar.ir.plan import ServedPlan, ServerPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.served import KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
+from autopar.ir.served import CUTTING, Cutting, KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
 from autopar.ir.slicing import clone, eliminate_dead, free_values, nearest_line, needed_equations
 from autopar.ir.writer import expand
 from autopar.sync import Async
 
 
-def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
+def split_servers(
+    program: Program, servers: int, gradient: Collection[Equation] | None = None, cutting: Cutting = CUTTING
+) -> ServedStep:
     """Returns the programs of a worker and of each server.
 
     `program`: a program that `split_update` has cut, into one microbatch; or any other one. `servers`: the number of
-    servers. `gradient`: the equations of its gradient program; None: that of `split_update`. Raises StrategyError if a
-    result needs leaves that only servers have, or the update has an effect.
+    servers. `gradient`: the equations of its gradient program; None: that of `split_update`. `cutting`: the sizes from
+    which on leaves are cut. Raises StrategyError if a result needs leaves that only servers have, or the update has an
+    effect.
     """
     cut = [e for e in program.block.equations if e.op == "ap.microbatches"] if gradient is None else gradient
-    return _Cutter(program, servers, set(cut)).run()
+    return _Cutter(program, servers, set(cut), cutting).run()
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,8 @@ class _Cut:
 
 
 class _Cutter:
-    def __init__(self, program: Program, servers: int, gradient: Collection[Equation]) -> None:
-        self._program, self._count = program, servers
+    def __init__(self, program: Program, servers: int, gradient: Collection[Equation], cutting: Cutting) -> None:
+        self._program, self._count, self._cutting = program, servers, cutting
         block = program.block
         self._inputs, self._equations = block.inputs, block.equations
         self._new = {k: block.outputs[out] for k, out in program.new_states.items()}
@@ -203,7 +206,7 @@ class _Cutter:
         def size(group: tuple[int, ...]) -> int:
             return _bytes(self._kept[k] for k in group)
 
-        shares = balanced_pieces(self._tied(of_update), self._count, size, cut)
+        shares = balanced_pieces(self._tied(of_update), self._count, size, cut, self._cutting)
         return [sorted(KeptIndex(k) for group in share for k in group) for share in shares]
 
     def _look_up(self, lookup: Equation, pieces: Sequence[Var], axis: int) -> None:

@@ -14,6 +14,7 @@ from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program, known
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.served import CUTTING, Cutting
 from autopar.jax_types import Leaf
 from autopar.passes.localize_rank import localize_worker
 from autopar.passes.replicate import check_replicas
@@ -37,10 +38,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OnServers(WithClients):
-    """Servers and workers. `worker_devices`: devices that divide a worker's minibatch; 0: it has one."""
+    """Servers and workers. `worker_devices`: devices that divide a worker's minibatch; 0: it has one. `cutting`: which
+    leaves several servers keep in pieces."""
 
     sync: Async
     worker_devices: int = 0
+    cutting: Cutting = CUTTING
 
     not_on_hosts = "The servers of Async keep the state, in the processes: leave strategy= out"
 
@@ -96,7 +99,7 @@ class OnServers(WithClients):
     def _split_servers(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         earlier = self.options.plan
         is_cut = any(e.op == "ap.microbatches" for e in program.block.equations)
-        served = split_servers(program, self.servers, None if is_cut else gradient_equations(program))
+        served = split_servers(program, self.servers, None if is_cut else gradient_equations(program), self.cutting)
         plan = served_plan(program, bound, served, self.sync, self.clients, self.server_ranks)
         check_replicas(earlier, program.name, earlier and earlier.served, plan)
         program = replace(program, served=served)

@@ -13,6 +13,7 @@ import autopar
 from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.served import CUTTING, Cutting
 from autopar.ir.trace import block_of
 from autopar.ways.servers import OnServers
 
@@ -52,10 +53,10 @@ def batch(seed: int, dtype: Any = np.float32) -> Any:
     return jnp.asarray(ids), jnp.asarray(random.normal(size=EXAMPLES), dtype)
 
 
-def compiled(fun: Any, servers: int, *arguments: Any) -> Compiled:
+def compiled(fun: Any, servers: int, *arguments: Any, cutting: Cutting = CUTTING) -> Compiled:
     """A step as servers run it."""
     entry = autopar.parallelize(fun, donate=False).planned_for(*arguments)
     known = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), known.inputs, known.outputs, known.name)
-    way = OnServers(Options(rows_travel=True), sync=autopar.sync.Async(), servers=servers)
+    way = OnServers(Options(rows_travel=True), sync=autopar.sync.Async(), servers=servers, cutting=cutting)
     return compile_program(analyze_program(program, way), way)

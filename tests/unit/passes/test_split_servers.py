@@ -16,8 +16,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.backends.served import ServedPrograms, one_worker
-from autopar.ir import served as ir_served
-from autopar.ir.served import ServedStep
+from autopar.ir.served import CUTTING, Cutting, ServedStep
 from autopar.ways import servers
 from tests.support.pairs import every
 from tests.support.served import compiled
@@ -134,15 +133,13 @@ BY_COLUMNS |= {(name, kind) for name in ("sgd", "adagrad") for kind in ("contras
 @pytest.mark.parametrize(
     ("case", "cut"), [*((case, True) for case in CASES), *every(3, [(case, False) for case in CASES])], ids=str
 )
-def test_one_worker_does_the_step(case: tuple[str, str], cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_worker_does_the_step(case: tuple[str, str], cut: bool) -> None:
     name, kind = case
-    if cut:
-        monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 0)
-        monkeypatch.setattr(ir_served, "UNEVEN", 0)  # all that can be
+    cutting = Cutting(0, 0) if cut else CUTTING  # what can be cut is
     with jax_compat.enable_x64():
         step = step_of(OPTIMIZERS[name], kind)
         theirs = start(OPTIMIZERS[name])
-        known = compiled(step, 2 if cut else SERVERS, theirs, batch(0))
+        known = compiled(step, 2 if cut else SERVERS, theirs, batch(0), cutting=cutting)
         pieces = known.program.served.pieces
         assert bool(pieces) == (cut and (name, kind) not in WHOLE)
         by_rows = known.plan.served.by_rows

@@ -15,7 +15,7 @@ import pytest
 
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
-from autopar.ir import served as ir_served
+from autopar.ir.served import CUTTING, Cutting
 from autopar.planning.notes import server_notes
 from autopar.planning.replay_clients import ChooseMessage, LocalJob
 from autopar.servers.messages import Message
@@ -117,9 +117,9 @@ CASES = {
 }
 
 
-def known(case: Case, servers: int) -> Compiled:
+def known(case: Case, servers: int, least_bytes: int = CUTTING.least_bytes) -> Compiled:
     """Compiles the step of a case."""
-    return compiled(case.step, servers, case.start(), ids_of(0, 0))
+    return compiled(case.step, servers, case.start(), ids_of(0, 0), cutting=Cutting(least_bytes))
 
 
 def trained(case: Case, of: Compiled, servers: int) -> Any:
@@ -147,10 +147,9 @@ def in_turns(servers: int) -> ChooseMessage:
 
 
 @pytest.mark.parametrize(("name", "servers"), diagonal(list(CASES), [2, 3]))
-def test_columns_have_the_bits_of_whole_tables(name: str, servers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_columns_have_the_bits_of_whole_tables(name: str, servers: int) -> None:
     case = CASES[name]
-    monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 1024)
-    cut = known(case, servers)
+    cut = known(case, servers, 1024)
     served, plan = cut.program.served, cut.plan.served
     assert plan is not None and "table" in plan.by_rows[0]
     columns = [server.part_of(plan.by_rows[0]) for server in plan.servers]
@@ -161,8 +160,7 @@ def test_columns_have_the_bits_of_whole_tables(name: str, servers: int, monkeypa
     assert max(kept) <= max(most, 1.1 / len(kept)) * sum(kept), kept
     assert all(piece.axis != case.shape.index(ROWS) for piece in served.pieces.values())
     state, losses = trained(case, cut, len(plan.servers))
-    monkeypatch.setattr(ir_served, "LEAST_CUT_BYTES", 1 << 40)
-    whole = known(case, servers)
+    whole = known(case, servers, 1 << 40)
     assert not whole.program.served.pieces
     theirs, their_losses = trained(case, whole, len(whole.plan.served.servers))
     for k in theirs:
