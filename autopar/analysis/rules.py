@@ -62,6 +62,9 @@ def why_unfollowed(lost: Equation, access: Equation) -> Refusal:
     that reads parts of the result; `lost` itself if that is no lookup."""
     if lost.op in LOST:
         reason, remedy = LOST[lost.op]
+    elif lost is access and lost.op == "dot_general":
+        reason = "a product with a matrix that has weights, or several 1s, in the columns of ids isn't followed"
+        remedy = "look up rows, weigh them and add them up: (weights[..., None] * t[ids]).sum(1)"
     elif lost is access:
         reason, remedy = f"{lost.op} is given ids, and isn't followed", _ROWS_FIRST
     else:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import PRIMITIVES, SHAPED
+from autopar.analysis.primitives import ELEMENTWISE, PRIMITIVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
@@ -117,8 +117,7 @@ class _Lookups(Interpreter[_Rows]):
         self.read_by: dict[int, dict[Equation, None]] = {}  #: Leaf -> equations that read parts of it.
         self.written: dict[int, Equation] = {}  #: Leaf -> an equation that writes into it by ids.
         self._loop: Equation | None = None
-        #: Result of a concatenation, which may be an index -> the equation.
-        self.joined: dict[Atom, Equation] = {}
+        self.made: dict[Atom, Equation] = {}  #: Value -> the equation that makes it.
 
     def unknown(self, atom: Atom) -> _Rows:
         return _OF_LITERAL if isinstance(atom, Literal) else _NOTHING
@@ -156,8 +155,7 @@ class _Lookups(Interpreter[_Rows]):
         return self.loop(equation, operands[border.head :])
 
     def equation(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
-        if equation.op == "concatenate":
-            self.joined[equation.outputs[0]] = equation
+        self.made.update(dict.fromkeys(equation.outputs, equation))
         pure = constant = True
         traced = False
         for value in operands:
@@ -173,6 +171,7 @@ class _Lookups(Interpreter[_Rows]):
     def plain(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         nothing = [_NOTHING] * len(equation.outputs)
         if equation.op in _OF_STATES and not all(v.pure for v in operands):
+            self._note_unfollowed(equation, operands)
             return nothing  # activations times weights, and sums of these: their columns are nobody's rows
         if equation.op in _SLICED:
             self._look_up(equation, operands)
@@ -238,11 +237,27 @@ class _Lookups(Interpreter[_Rows]):
                     self._unfollowed(leaf, lost, equation)
             else:
                 self.written |= {k: equation for k, _, _ in operands[0].traces if k not in self.written}
+        elif equation.op == "dot_general":
+            for k, axes in enumerate(equation.params["dimension_numbers"][0]):
+                rows = {leaf for leaf, _, axis in operands[k].traces if axis in axes and operands[k].pure}
+                if rows and self._is_made_of_ids(equation.inputs[1 - k], equation.inputs[k].shape[axes[0]]):
+                    for leaf in rows:
+                        self._unfollowed(leaf, equation, equation)
         elif equation.op not in RULES and equation.op not in PRIMITIVES and equation.op not in _NO_LOOKUPS:
             pairs = list(zip(equation.inputs, operands, strict=True))
             if any(jnp.issubdtype(a.dtype, jnp.integer) and a.shape and not v.pure for a, v in pairs):
                 for leaf in {leaf for v in operands if v.pure for leaf, _, _ in v.traces}:
                     self._unfollowed(leaf, equation, equation)
+
+    def _is_made_of_ids(self, atom: Atom, classes: int) -> bool:
+        """Returns whether a matrix has a column for each class, and weights or several 1s in those of a row's ids."""
+        maker = self.made.get(atom)
+        if maker is None or classes not in atom.shape or classes < _MANY_CLASSES:
+            return False
+        if maker.op == "eq":
+            return jnp.issubdtype(maker.inputs[0].dtype, jnp.integer)
+        inputs = maker.inputs if maker.op in _WEIGHING else ()
+        return maker.op.startswith("scatter") or any(self._is_made_of_ids(a, classes) for a in inputs)
 
     def _unfollowed(self, leaf: int, lost: Equation, access: Equation) -> None:
         self.unfollowed.setdefault(leaf, (lost, access))
@@ -255,8 +270,8 @@ class _Lookups(Interpreter[_Rows]):
         index = equation.inputs[1 + axis if equation.op == "dynamic_slice" else 1]
         if self.value(index).constant or equation.op == "dynamic_slice":
             return self.value(index).constant
-        source = self.joined.get(index)
-        if source is None or source.params["dimension"] != len(index.shape) - 1:
+        source = self.made.get(index)
+        if source is None or source.op != "concatenate" or source.params["dimension"] != len(index.shape) - 1:
             return False
         column = equation.params["dimension_numbers"].start_index_map.index(axis)
         for part in source.inputs:
@@ -273,6 +288,8 @@ def _all(traces: Iterable[frozenset[Trace]]) -> frozenset[Trace]:
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
 #: Operation that reads or writes by ids -> the first operand that holds them.
 _FIRST_INDEX = {"gather": 1, "dynamic_slice": 1, "scatter": 1, "dynamic_update_slice": 2}
+#: Operations that weigh one-hot matrices and add them up; the least number of classes that is told of.
+_WEIGHING, _MANY_CLASSES = SHAPED | ELEMENTWISE | {"reduce_sum", "reduce_max", "reduce_or"}, 1024
 #: Operations without a rule whose integer operands are sizes rather than ids.
 _NO_LOOKUPS = frozenset({"ragged_dot_general", "ragged_dot"})
 

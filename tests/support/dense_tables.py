@@ -170,6 +170,14 @@ FORMS: Mapping[str, Form] = {
     ),
     "sparse product": Form(training(_bcoo), training(_by_row)),
     "compressed sparse product": Form(training(_bcsr), training(_by_row)),
+    "several 1s": Form(
+        training(lambda t, i: jax.nn.one_hot(i.reshape(2, -1), ROWS).sum(1) @ t),
+        training(lambda t, i: t[i.reshape(2, -1)].sum(1)),
+    ),
+    "weighted 1s": Form(
+        training(lambda t, i: jnp.zeros((BATCH, ROWS)).at[jnp.arange(BATCH), i].add(1.0 + i % 3) @ t),
+        training(lambda t, i: (1.0 + i % 3)[:, None] * t[i]),
+    ),
     "clients": Form(clients, clients_by_rows),
     "padded": Form(training(lambda t, i: _one_by_one(jnp.pad(t, ((1, 0), (0, 0))), i)), training(_with_padding)),
     "a row of zeros behind": Form(

@@ -139,6 +139,7 @@ LOOKS: dict[str, Look] = {
     "one_hot_of_few_bits": lambda p, b: jax.nn.one_hot(b["ids"], ROWS, dtype=jnp.bfloat16) @ p["emb"],
     "one_hot_by_hand": lambda p, b: (jnp.arange(ROWS) == b["ids"][..., None]).astype(jnp.float32) @ p["emb"],
     "one_hot_copied": lambda p, b: jnp.dot(jnp.array(b["ids"][..., None] == jnp.arange(ROWS), jnp.float32), p["emb"]),
+    "one_hot_of_booleans": lambda p, b: jnp.einsum("ijv,vd->ijd", b["ids"][..., None] == jnp.arange(ROWS), p["emb"]),
     "one_hot_where": lambda p, b: jnp.where(b["ids"][..., None] == jnp.arange(ROWS), 1.0, 0.0) @ p["emb"],
     "one_hot_einsum": lambda p, b: jnp.moveaxis(jnp.einsum("vd,vij->dji", p["emb"], _one_hot_first(b["ids"])), 0, -1),
     "one_hot_transposed": lambda p, b: (p["emb"].T @ jax.nn.one_hot(b["ids"].ravel(), ROWS).T).T,

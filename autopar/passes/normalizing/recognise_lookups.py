@@ -196,12 +196,11 @@ def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
 
 def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> OneHot | None:
     """Returns a description of a one-hot array; None of any other."""
-    equation, converted, orders = made.get(atom), False, []
+    equation, orders = made.get(atom), []
     while equation is not None and (equation.op in _PLACES or _is_choice(equation, made)):
-        converted = converted or equation.op in ("convert_element_type", "select_n")
         orders += [equation.params["permutation"]] if equation.op == "transpose" else []
         equation = made.get(equation.inputs[0])
-    if equation is None or equation.op != "eq" or not converted:
+    if equation is None or equation.op != "eq":
         return None
     shape = equation.outputs[0].shape
     order = tuple(range(len(shape)))
