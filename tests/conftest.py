@@ -3,6 +3,7 @@ times. What depends on it (memory, HLO) asks for the default in a process of its
 in a folder for all others: workers, ranks, and the next time."""
 
 import contextlib
+import ctypes
 import gc
 import importlib.metadata
 import os
@@ -110,3 +111,6 @@ def _let_go() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
+        # The allocator keeps what is freed, and each later module would be taken for one too many.
+        with contextlib.suppress(AttributeError):  # of other C libraries than glibc
+            ctypes.CDLL(None).malloc_trim(0)
