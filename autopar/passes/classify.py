@@ -44,9 +44,8 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
     written = {leaf: e for leaf, e in walk.written.items() if leaf not in looked_up}
     named = {k for k in written if choice_for(strategy, program.inputs[k].path).method in ROW_METHODS}
     found = {*walk.found, *((leaf, 0) for leaf in named)}
-    sizes = {(leaf, axis): program.block.inputs[leaf].shape[axis] for leaf, axis in found}
-    # Of a table that is indexed along several axes, `tables[field, ids]`, the rows are those of the longest.
-    for leaf, axis in sorted(found, key=lambda at: (at[0], -sizes[at], at[1])):
+    # Of a table that is indexed along several axes at once, `tables[field, ids]`, the rows are those of the longest.
+    for leaf, axis in sorted(found, key=lambda at: (at[0], at not in walk.longest, at[1])):
         layout = program.inputs[leaf].layout
         if layout is None or layout[1] == axis:  # a stored table's row axis is settled
             axes.setdefault(leaf, axis)
@@ -109,6 +108,7 @@ class _Lookups(Interpreter[_Rows]):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[tuple[int, int]] = set()  #: (leaf, axis) that a lookup reads.
+        self.longest: set[tuple[int, int]] = set()  #: Those of them that are no shorter than others of that lookup.
         self.old: set[int] = set()  #: Leaves that are looked up as they were before the step.
         #: Leaf -> for each lookup in what the step has changed, all leaves whose rows that has.
         self.new: dict[int, set[frozenset[int]]] = {}
@@ -117,6 +117,7 @@ class _Lookups(Interpreter[_Rows]):
         self.read_by: dict[int, dict[Equation, None]] = {}  #: Leaf -> equations that read parts of it.
         self.written: dict[int, Equation] = {}  #: Leaf -> an equation that writes into it by ids.
         self._loop: Equation | None = None
+        self.of_ids: dict[tuple[Atom, int], bool] = {}  #: (Matrix, classes) -> whether it is made of ids.
         self.made: dict[Atom, Equation] = {}  #: Value -> the equation that makes it.
 
     def unknown(self, atom: Atom) -> _Rows:
@@ -198,6 +199,10 @@ class _Lookups(Interpreter[_Rows]):
         # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
         chosen = chosen or {t for t in picked if t[1] == 0}
         leaves = frozenset(leaf for leaf, _, _ in chosen)
+        shape = equation.inputs[0].shape
+        for leaf in leaves:
+            along = [(shape[axis], -of) for k, of, axis in chosen if k == leaf]
+            self.longest.add((leaf, -max(along)[1]))
         for leaf, of, _ in chosen:
             self.found.add((leaf, of))
             self.read_by.setdefault(leaf, {})[equation] = None
@@ -251,13 +256,21 @@ class _Lookups(Interpreter[_Rows]):
 
     def _is_made_of_ids(self, atom: Atom, classes: int) -> bool:
         """Returns whether a matrix has a column for each class, and weights or several 1s in those of a row's ids."""
-        maker = self.made.get(atom)
+        if (atom, classes) not in self.of_ids:  # once: what is read several times has many paths to it
+            self.of_ids[atom, classes] = self._makes_of_ids(self.made.get(atom), atom, classes)
+        return self.of_ids[atom, classes]
+
+    def _makes_of_ids(self, maker: Equation | None, atom: Atom, classes: int) -> bool:
         if maker is None or classes not in atom.shape or classes < _MANY_CLASSES:
             return False
-        if maker.op == "eq":
-            return jnp.issubdtype(maker.inputs[0].dtype, jnp.integer)
-        inputs = maker.inputs if maker.op in _WEIGHING else ()
-        return maker.op.startswith("scatter") or any(self._is_made_of_ids(a, classes) for a in inputs)
+        if maker.op == "eq":  # with the classes, which are counted; not of two segments
+            is_counted = any(self.value(a).constant for a in maker.inputs)
+            return is_counted and jnp.issubdtype(maker.inputs[0].dtype, jnp.integer)
+        if maker.op.startswith("scatter"):
+            return True
+        found = (self._is_made_of_ids(a, classes) for a in (maker.inputs if maker.op in _WEIGHING else ()))
+        # A sum with a dense matrix is dense, as a softmax's gradient is.
+        return all(found) if maker.op in ("add", "sub", "add_any") else any(found)
 
     def _unfollowed(self, leaf: int, lost: Equation, access: Equation) -> None:
         self.unfollowed.setdefault(leaf, (lost, access))

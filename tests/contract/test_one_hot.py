@@ -104,3 +104,31 @@ def test_ids_of_all_types(name: str) -> None:
         np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-6)
         np.testing.assert_allclose(loss, want, rtol=2e-5)
         assert planned.plan is not None and planned.plan.lifts == is_lookup
+
+
+def test_sums_of_integers_are_exact() -> None:
+    """Beyond 2^24, where floats of 32 bits round."""
+
+    def step(state: Any, batch: Any) -> Any:
+        hot = (batch["ids"][:, None] == jnp.arange(ROWS)).astype(jnp.int32)
+        grad = jax.grad(lambda table: jnp.sum(jnp.sin(hot.astype(jnp.float32) @ table)))(state["table"])
+        counts = state["counts"] + jnp.einsum("bv,bd->vd", hot, batch["counts"])
+        return {"table": state["table"] - 0.1 * grad, "counts": counts}
+
+    state = {"table": jnp.ones((ROWS, WIDTH)), "counts": jnp.zeros((ROWS, 2), jnp.int32)}
+    counts = np.random.default_rng(0).integers(2**24, 2**26, (len(IDS), 2)).astype(np.int32)
+    planned = autopar.parallelize(step, strategy="ps", donate=False)
+    made, wanted = (fun(state, {"ids": IDS, "counts": counts}) for fun in (planned, jax.jit(step)))
+    np.testing.assert_array_equal(made["counts"], wanted["counts"])
+    np.testing.assert_allclose(autopar.materialize(made["table"]), wanted["table"], rtol=1e-6)
+    assert planned.plan.lifts
+
+
+def test_a_choice_between_complex_numbers_is_none() -> None:
+    def step(table: Any, ids: Any) -> Any:
+        return table - jax.grad(lambda t: jnp.sum((jnp.where(ids[:, None] == jnp.arange(ROWS), 1j, 0.0) @ t).imag))(
+            table
+        )
+
+    table = jnp.ones((ROWS, WIDTH))
+    np.testing.assert_allclose(autopar.parallelize(step, donate=False)(table, IDS), jax.jit(step)(table, IDS))

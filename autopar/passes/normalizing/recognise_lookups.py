@@ -149,17 +149,19 @@ class _Transposes(Rewriter):
                 ids = hot.expanded(ids)
                 rest = [d for d in range(grad.ndim) if d not in order]
                 extent = hot.shape[hot.axis]
-                wide = jnp.promote_types(dtype, jnp.float32)  # products accumulate in float32 at least
+                is_exact = jnp.issubdtype(dtype, jnp.integer)
+                # Products of floats accumulate in float32 at least.
+                wide = dtype if is_exact else jnp.promote_types(dtype, jnp.float32)
                 window = range(ids.ndim, ids.ndim + len(rest))
                 updates = jax.lax.transpose(grad, (*order, *rest)).astype(wide)
                 rows = jax.lax.scatter_add(
                     jnp.zeros((extent, *(grad.shape[d] for d in rest)), wide),
                     ids[..., None],
-                    jnp.where(jnp.isinf(updates), jnp.nan, updates),
+                    updates if is_exact else jnp.where(jnp.isinf(updates), jnp.nan, updates),
                     jax.lax.ScatterDimensionNumbers(tuple(window), (0,), (0,)),
                     mode=_FILL,
                 )
-                rows = _as_product(rows, ids, updates, extent).astype(dtype)
+                rows = rows if is_exact else _as_product(rows, ids, updates, extent).astype(dtype)
                 return rows if k == 0 else jax.lax.transpose(rows, (*range(1, rows.ndim), 0))
 
             return expand(push, equation, (grad, one_hot.ids), equation.outputs[0])
@@ -221,12 +223,12 @@ def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> O
 def _is_choice(equation: Equation, made: Mapping[Atom, Equation]) -> bool:
     """Returns whether an equation is `jnp.where(matches, 1, 0)`."""
 
-    def number(atom: Atom) -> float | None:
+    def number(atom: Atom) -> object:
         maker = made.get(atom)
         source = maker.inputs[0] if maker is not None and maker.op == "broadcast_in_dim" else atom
-        return float(source.value) if isinstance(source, Literal) and source.shape == () else None
+        return source.value if isinstance(source, Literal) and source.shape == () else None
 
-    return equation.op == "select_n" and [number(a) for a in equation.inputs[1:]] == [0.0, 1.0]
+    return equation.op == "select_n" and [number(a) for a in equation.inputs[1:]] == [0, 1]
 
 
 def _without(ids: Atom, axis: int, producers: Mapping[Atom, Equation]) -> tuple[Atom, tuple[int, ...]] | None:

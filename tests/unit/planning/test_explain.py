@@ -186,6 +186,41 @@ def test_rows_of_tables_in_one_array_lie_along_the_longest_axis() -> None:
     assert table.lifted and f"of {ROWS} rows" in table.reason
 
 
+def test_rows_lie_along_the_axis_of_the_first_lookup_though_their_columns_are_more() -> None:
+    """A bigram model, whose labels are looked up in the logits; and tables that are chosen before their rows."""
+
+    def bigram(table: Any, ids: Any) -> Any:
+        def loss_of(table: Any) -> jax.Array:
+            return optax.softmax_cross_entropy_with_integer_labels(table[ids], ids[::-1]).mean()
+
+        return table - 0.1 * jax.grad(loss_of)(table)
+
+    def chosen(tables: Any, ids: Any) -> Any:
+        return tables - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(t[ids[0] % 4][ids])))(tables)
+
+    for step, shape in ((bigram, (2_000, 3_000)), (chosen, (4, 3_000, 4))):
+        (table,) = autopar.plan(autopar.parallelize(step, strategy="ps"), jnp.ones(shape), jnp.arange(8)).tables
+        assert table.lifted and table.axis == 0, table.reason
+
+
+def test_why_tables_are_dense_is_found_in_one_walk() -> None:
+    """Each turn reads a value four times; and no product of a dense matrix is one with weights of ids."""
+
+    def step(params: Any, x: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            hidden = x @ params["first"]
+            for _ in range(40):
+                hidden = hidden * (1.5 - 0.5 * hidden * hidden)
+            labels = jnp.arange(len(x))
+            return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["out"], labels).mean()
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params))
+
+    params = {"first": jnp.ones((4, 2048)), "out": jnp.ones((2048, 1024))}
+    plan = autopar.plan(autopar.parallelize(step), params, jnp.ones((8, 4)))
+    assert not any("several 1s" in p.reason for p in plan.parameters)
+
+
 @pytest.mark.parametrize("strategy", [{"params/em*": "ps"}, {"params/emb": "allgather", "**": "auto"}, {"**": "ps"}])
 def test_patterns(strategy: dict[str, str]) -> None:
     step, state = make(optax.adagrad(0.1))
