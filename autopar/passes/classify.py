@@ -39,7 +39,8 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
             walk.values[var] = _Rows(traces, pure=True)
     walk.run(program.block.equations)
     axes: dict[int, int] = {}
-    walk.found -= {(leaf, axis) for leaf, axis in walk.found if leaf in walk.updating()}
+    updating = walk.updating()
+    walk.found = {(leaf, axis) for leaf, axis in walk.found if leaf not in updating}
     looked_up = {leaf for leaf, _ in walk.found}
     written = {leaf: e for leaf, e in walk.written.items() if leaf not in looked_up}
     named = {k for k in written if choice_for(strategy, program.inputs[k].path).method in ROW_METHODS}
