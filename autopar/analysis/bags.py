@@ -2,6 +2,7 @@
 
     e = table[ids]
     e.sum(1)   (e * mask[..., None]).sum(1)   jnp.where(mask[..., None], e, 0).mean(1)   jnp.einsum("bld,bl->bd", e, w)
+    jax.ops.segment_sum(e, segments, bags)
 
 Weights must not depend on columns. A weight whose own gradient the step wants reads the rows themselves, so that these
 are no bags. A lookup that isn't added up by bags is taken as one of bags of a single row each.
@@ -64,9 +65,15 @@ class Bags:
     #: Cotangents without `axes`: which of their axes each of the bags' and the row's is. None: they have the axes of
     #: all ids.
     order: tuple[int, ...] | None = None
+    #: Index vectors, [*ids, 1], of the bag of each id; others than those of `segment_count` bags are of none. Then
+    #: `axes` are all. None: an id's bag is its place in the other axes.
+    segments: Atom | None = None
+    segment_count: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.segments is not None:
+            return (self.segment_count,)
         return tuple(size for d, size in enumerate(self.ids) if d not in self.axes)
 
     @property
@@ -75,15 +82,28 @@ class Bags:
 
     @property
     def length(self) -> int:
+        """Returns the most ids that a bag has."""
         return math.prod(self.ids[d] for d in self.axes)
+
+    @property
+    def placed(self) -> int:
+        """Returns the number of ids in all bags."""
+        return math.prod(self.ids)
+
+    @property
+    def places(self) -> Hashable:
+        """Equal where `by_bags` and `moved` do the same."""
+        return self.index, self.moves, self.ids, self.axes, self.segments is None
 
     @property
     def key(self) -> Hashable:
         """Equal for the same ids and weights."""
-        return self.index, self.moves, self.ids, tuple(factor.key for factor in self.weights)
+        return self.index, self.moves, self.ids, self.segments, tuple(factor.key for factor in self.weights)
 
     def by_bags(self, value: Array) -> Array:
-        """Returns a value of the ids as [bags, ids of each]; one number is that of all."""
+        """Returns a value of the ids as [bags, ids of each], with segments as [ids]; one number is that of all."""
+        if self.segments is not None:
+            return jnp.broadcast_to(value, self.ids).reshape(-1)
         bags = [d for d in range(len(self.ids)) if d not in self.axes]
         value = jnp.broadcast_to(value, self.ids).transpose((*bags, *sorted(self.axes)))
         return value.reshape(self.count, self.length)
@@ -231,6 +251,10 @@ class BagFinder:
         if op == "reduce_sum":
             axes = frozenset(equation.params["axes"])
             return replace(bags, axes=axes, value=out) if axes and max(axes) < rank else None
+        if op == "scatter-add":
+            (base, segments, _), is_rows = equation.inputs, is_plain_access(equation)
+            added = k == 2 and is_rows and len(segments.shape) == rank + 1 and self.made.is_zero(base)
+            return self._jagged(bags, equation, segments, out) if added else None
         if op != "dot_general" or out.dtype != bags.value.dtype:
             return None
         (own, of_weight), (batch, batch_of_weight) = (
@@ -243,6 +267,13 @@ class BagFinder:
             return None
         factor = self._named("mul", weight, order=tuple(axes_of[d] for d in range(rank)))
         return replace(bags, weights=(*bags.weights, factor), axes=frozenset(own), value=out)
+
+    def _jagged(self, bags: Bags, equation: Equation, segments: Atom, value: Atom) -> Bags | None:
+        """Returns the bags that segments make, if ids out of range are in none."""
+        if equation.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+            return None
+        own, axes = self.first.get(segments, segments), frozenset(range(len(bags.ids)))
+        return replace(bags, axes=axes, value=value, segments=own, segment_count=value.shape[0])
 
     def _after(self, equation: Equation, k: int, bags: Bags) -> Bags | None:
         """Returns what an equation makes of rows, each by itself."""
@@ -303,8 +334,18 @@ class BagFinder:
             return [], before
         if axes:
             return [replace(bags, axes=axes)], []
-        outer = None if equation is None else self._outer(equation, bags)
-        return None if outer is None else ([outer], [])
+        end = None if equation is None else self._of_segments(equation, bags) or self._outer(equation, bags)
+        return None if end is None else ([end], [])
+
+    def _of_segments(self, equation: Equation, bags: Bags) -> Bags | None:
+        """Returns the cotangents that are looked up by segments."""
+        if not is_plain_access(equation) or equation.op != "gather" or equation.params["fill_value"] not in (0, None):
+            return None
+        value, segments = equation.inputs
+        is_filled = equation.params["mode"] == jax.lax.GatherScatterMode.FILL_OR_DROP
+        if len(segments.shape) != len(bags.ids) + 1 or (is_filled and equation.params["fill_value"] is None):
+            return None
+        return self._jagged(bags, equation, segments, value)
 
     def _before(self, equation: Equation, bags: Bags) -> list[Bags] | None:
         op, inputs, rank = equation.op, equation.inputs, len(bags.ids)

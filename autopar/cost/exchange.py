@@ -102,15 +102,14 @@ def _bag_terms(sizes: Sizes, rates: HostRates) -> tuple[Term, ...]:
     def sent(name: str, nbytes: int) -> Term:
         return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
 
-    sums = s.bags if s.whole else min(s.devices * s.bags, s.bag_ids)
     return (
         sent("send bags", s.bag_bytes),
         Term("look up at owners", host.gather(s.owned, row)),
         Term("add up bags at owners", host.gather(s.bag_ids, row)),
-        sent("send sums", sums * row),
+        sent("send sums", s.bag_sums * row),
         Term("copy sums to the device", rates.copy(s.bags * row)),
         Term("copy cotangents to the host", rates.copy(s.bags * gradient)),
-        sent("send cotangents", sums * gradient),
+        sent("send cotangents", s.bag_sums * gradient),
         Term("add gradients at owners", host.scatter(s.bag_ids, gradient)),
     )
 

@@ -113,20 +113,18 @@ class OncePerRow:
 
 @dataclass(frozen=True, slots=True)
 class BagSet:
-    """Bags of a rank or device, each with as many ids, of which owners add up rows.
+    """Bags of a rank or device of which owners add up rows.
 
     Their operands are int[bags, ids], which are the ids; bool[bags, ids], which of them count, if `is_masked`; and
-    numbers [bags, ids] by which rows are multiplied, if `is_weighted`.
+    numbers [bags, ids] by which rows are multiplied, if `is_weighted`. Where `is_jagged`, bags have any number of ids:
+    all of these are [ids], and behind the first is int[ids], the bag of each id, or the number of bags for none.
     """
 
     shape: tuple[int, ...]  #: The bags' axes in the sums.
     is_masked: bool
     is_weighted: bool
     is_kept: bool = False  #: There is a bool[bags, ids] of the ids whose rows get a gradient.
-
-    @property
-    def operands(self) -> int:
-        return 1 + self.is_masked + self.is_weighted
+    is_jagged: bool = False
 
 
 # --- a rank's step cut into segments: compiled programs, and the exchanges of ranks between them ---

@@ -6,6 +6,7 @@ unknown value, the number of ids is an upper bound. Parallax (5.3.1) calls alpha
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from autopar.analysis.primitives import those_that
 from autopar.backends.emit import emit
 from autopar.backends.global_arrays import local
 from autopar.ir.figures import Alpha, RowGrowth
-from autopar.ir.program import Block, Equation, Program
+from autopar.ir.program import Atom, Block, Equation, Program
 from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.jax_types import Leaf
@@ -91,6 +92,19 @@ def ids_by_family(
     return {family: list(itertools.islice(flat, len(families[family].results))) for family in known}
 
 
+def example_values(
+    program: Program, leaves: Sequence[Leaf] | None
+) -> Callable[[tuple[Atom, ...]], Sequence[np.ndarray] | None]:
+    """Returns a function that computes values of a step in an example; None if they are unknown. `leaves`: as in
+    `example_ids`."""
+
+    @functools.cache
+    def values(atoms: tuple[Atom, ...]) -> Sequence[np.ndarray] | None:
+        return None if leaves is None else _reader(*_reads(program, (), atoms))(leaves)
+
+    return values
+
+
 def _is_known(block: Block, used: Sequence[bool], leaves: Sequence[Leaf]) -> bool:
     needed = (x for x, u in zip(leaves, used, strict=True) if u)
     is_unknown = any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed)
@@ -99,7 +113,10 @@ def _is_known(block: Block, used: Sequence[bool], leaves: Sequence[Leaf]) -> boo
 
 def id_reader(program: Program, *families: RowIds) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
     """Compiles `example_ids` for many examples; ids of several families are concatenated in their order."""
-    block, used = id_program(program, *families)
+    return _reader(*id_program(program, *families))
+
+
+def _reader(block: Block, used: Sequence[bool]) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
 
@@ -116,11 +133,14 @@ def id_reader(program: Program, *families: RowIds) -> Callable[[Sequence[Leaf]],
 def id_program(program: Program, *families: RowIds) -> tuple[Block, list[bool]]:
     """Returns a program from the step's inputs to the flat ids of families, and which inputs it reads."""
     own = tuple(e for ids in families for e in ids.equations)
-    roots = [a for e in own for a in e.inputs]
-    results = tuple(v for ids in families for v in ids.results)
-    return eliminate_dead(
-        Block(program.block.inputs, (*needed_equations(program.block.equations, roots), *own), results)
-    )
+    return _reads(program, own, tuple(v for ids in families for v in ids.results))
+
+
+def _reads(program: Program, added: tuple[Equation, ...], results: tuple[Atom, ...]) -> tuple[Block, list[bool]]:
+    """Returns a program of what results need, and which inputs it reads. `added`: equations behind the step's."""
+    roots = [*results, *(a for e in added for a in e.inputs)]
+    needed = needed_equations(program.block.equations, roots)
+    return eliminate_dead(Block(program.block.inputs, (*needed, *added), results))
 
 
 def is_exact(block: Block) -> bool:

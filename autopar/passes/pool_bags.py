@@ -1,7 +1,8 @@
 """Has owners add up rows by bags, where a rank reads nothing but sums of the rows that it looks up.
 
-    sum_l w[b, l] * rows[ids[b, l]]      ->  pool(rows, ids, w)
-    zeros.at[ids].add(w * dy[b])         ->  push_pool(dy, ids, w)
+    sum_l w[b, l] * rows[ids[b, l]]                  ->  pool(rows, ids, w)
+    zeros.at[segments].add(w[i] * rows[ids[i]])      ->  pool(rows, ids, segments, w)
+    zeros.at[ids].add(w * dy[b])                     ->  push_pool(dy, ids, w)
 
 An owner sends a partial sum of each bag in place of the rows, and gets the bag's cotangent in place of their gradients.
 `choose` has decided for which tables that sends fewer bytes (`Sizes.bags`). It is done in the program of one rank, with
@@ -159,12 +160,14 @@ class _Pooling:
             left_out = {factor.key for factor in selects}
             mask = self._mask(like, sums, selects)
             weights = self._weights(like, sums)
-            key = "ids", sums.index, sums.moves, sums.ids, sums.axes
-            index = self._once(key, like, _ids(sums, like), (sums.index,))
+            index = self._once(("ids", sums.places), like, _ids(sums, like), (sums.index,))
+            segments = self._segments(like, sums)
             push = pair.cotangents
             is_kept = push is not None and any(factor.key not in left_out for factor in self._kept(push))
-            self.sets.append(BagSet(sums.shape, mask is not None, weights is not None, is_kept))
-            self.operands += [a for a in (index, mask, weights) if a is not None]
+            self.sets.append(
+                BagSet(sums.shape, mask is not None, weights is not None, is_kept, is_jagged=segments is not None)
+            )
+            self.operands += [a for a in (index, segments, mask, weights) if a is not None]
             if self.devices and is_kept:
                 kept.append(known(self._mask(like, known(push), self._kept(known(push)))))
             assert isinstance(sums.value, Var), "an equation makes the sums"
@@ -188,7 +191,7 @@ class _Pooling:
     def _ask(self, fetch: Equation, pairs: Sequence[BagPair], kept: Sequence[Atom]) -> None:
         """Writes what tells owners of the bags, which also says which ids get a gradient."""
         (rows, route), sums = fetch.inputs, [pair.sums for pair in pairs]
-        placed = sum(one.count * one.length for one in sums)
+        placed = sum(one.placed for one in sums)
         bounds = self.planned.bounds
         self.slots = slots = min(most_uses(sums) * known(bounds.bag_ids), placed)
         if slots < placed and not bounds.tight:  # no program follows that has more
@@ -218,13 +221,19 @@ class _Pooling:
         """Returns bool[bags, ids]: which rows stay; None: all."""
         if not selects:
             return None
-        key = "mask", bags.index, bags.moves, bags.axes, tuple(f.key for f in selects)
+        key = "mask", bags.places, tuple(f.key for f in selects)
         return self._once(key, like, _mask(bags, selects), [f.atom for f in selects])
+
+    def _segments(self, like: Equation, bags: Bags) -> Atom | None:
+        """Returns int32[ids]: the bag of each, as many as there are bags for none; None: that is its place."""
+        if bags.segments is None:
+            return None
+        return self._once(("segments", bags.segments, bags.count), like, _segments(bags), (bags.segments,))
 
     def _weights(self, like: Equation, bags: Bags) -> Atom | None:
         if not bags.weights:
             return None
-        key = "weights", bags.key, bags.axes
+        key = "weights", bags.key, bags.places
         make = _weights(bags, like.outputs[0].dtype)
         return self._once(key, like, make, [f.atom for f in bags.weights])
 
@@ -236,7 +245,8 @@ class _Pooling:
             return None
         columns = len(like.outputs[0].shape) - len(like.inputs[2].shape) + 1
         make = _extra(bags, selects, like.outputs[0].dtype, columns)
-        atoms = [*(f.atom for f in selects), *fills, *(f.atom for f in bags.weights)]
+        own = [] if bags.segments is None else [self._segments(like, bags)]
+        atoms = [*own, *(f.atom for f in selects), *fills, *(f.atom for f in bags.weights)]
         return self._once(("extra", bags.value), like, make, atoms)
 
     # --- gradients ---
@@ -286,7 +296,7 @@ def _add(a: Array, b: Array) -> Array:
 
 
 def _ids(bags: Bags, lookup: Equation) -> Callable[[Array], Array]:
-    """Returns a function of index vectors: int32[bags, ids], each the nearest row's."""
+    """Returns a function of index vectors: int32[bags, ids] (with segments int32[ids]), each the nearest row's."""
     last = lookup.params["extent"] - 1
 
     def ids(index: Array) -> Array:
@@ -294,6 +304,14 @@ def _ids(bags: Bags, lookup: Equation) -> Callable[[Array], Array]:
         return bags.by_bags(bags.moved(nearest))
 
     return ids
+
+
+def _segments(bags: Bags) -> Callable[[Array], Array]:
+    def segments(index: Array) -> Array:
+        flat = index.reshape(-1)
+        return jnp.where((flat >= 0) & (flat < bags.count), flat, bags.count).astype(jnp.int32)
+
+    return segments
 
 
 def _is_row(lookup: Equation) -> Callable[[Array], Array]:
@@ -331,12 +349,14 @@ def _extra(bags: Bags, selects: Sequence[Factor], dtype: Dtype, columns: int) ->
     count = len(selects)
 
     def extra(*values: Array) -> Array:
+        own, values = (values[0], values[1:]) if bags.segments is not None else (None, values)
         constant, stays = jnp.zeros((), dtype), _stays(bags, selects, values[:count])
         for factor, stay, fill in zip(selects, stays, values[count : 2 * count], strict=True):
             fill = fill if fill.ndim == 0 else factor.by_ids(fill, len(bags.ids))
             constant = jnp.where(stay, constant, fill)
         left_out = ~functools.reduce(jnp.logical_and, stays)
-        sums = bags.by_bags(jnp.where(left_out, _product(bags, constant, values[2 * count :]), 0)).sum(1)
+        each = bags.by_bags(jnp.where(left_out, _product(bags, constant, values[2 * count :]), 0))
+        sums = each.sum(1) if own is None else jnp.zeros(bags.count, dtype).at[own].add(each, mode="drop")
         return sums.reshape(*bags.shape, *[1] * columns)
 
     return extra
@@ -346,6 +366,8 @@ def _cotangents(bags: Bags) -> Callable[[Array], Array]:
     """Returns a function of cotangents as they are found: one for each bag."""
 
     def cotangents(value: Array) -> Array:
+        if bags.segments is not None:
+            return value
         if bags.order is not None:
             return value.transpose(bags.order)
         return value[tuple(0 if d in bags.axes else slice(None) for d in range(len(bags.ids)))]

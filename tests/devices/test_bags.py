@@ -20,7 +20,7 @@ from autopar.ir.local import BagSet
 from autopar.ir.program import known
 from autopar.passes.choosing import families
 from tests.support.meshes import mesh_of
-from tests.support.mpi.bag_cases import BAGS, OTHERS, ROWS, Form, batch_of, pooled, start, step_of
+from tests.support.mpi.bag_cases import BAGS, OTHERS, ROWS, SEGMENTS, Form, batch_of, pooled, start, step_of
 from tests.support.stacked_tables import stacks
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.3))
@@ -55,7 +55,7 @@ def assert_same(mine: Any, theirs: Any) -> None:
 
 
 def test_bags_are_found_in_all_forms() -> None:
-    forms = {**BAGS, **OTHERS}
+    forms = {**BAGS, **OTHERS, **SEGMENTS}  # of which between devices rows travel
     tx = optax.sgd(0.1)
     compiled = planned(forms, tx).planned_for(start(forms, tx, range(3, 3 + len(forms))), batch_of(0)).compiled
     assert pooled(compiled.plan) == set(BAGS)

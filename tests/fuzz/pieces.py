@@ -190,6 +190,9 @@ BAGS: Pieces = {
     "segments": lambda t, i: jax.ops.segment_sum(
         t[_bag(i, t).reshape(-1)], jnp.arange(6 * len(i)) // 6, num_segments=len(i)
     ),
+    "segments of any length": lambda t, i: jax.ops.segment_sum(
+        t[_bag(i, t).reshape(-1)], _bag(i, t).reshape(-1) % (len(i) + 1), num_segments=len(i)
+    ),
     "mapped": lambda t, i: jax.vmap(lambda ids: t[ids].sum(0))(_bag(i, t)),
     "of two axes": lambda t, i: t[_bag(i, t).reshape(-1, 2, 3)].sum(2).mean(1),
     "half of it held": lambda t, i: lax.stop_gradient(t[_bag(i, t)]).sum(1) + t[_bag(i, t)].mean(1),

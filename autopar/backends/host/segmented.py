@@ -445,7 +445,7 @@ class SegmentedProgram:
         kept = None
         if named["kept"]:
             masks, given = iter(named["kept"]), list[np.ndarray]()
-            for one, ids, which, _ in _of_sets(sets, named["bags"]):
+            for one, ids, _, which, _ in _of_sets(sets, named["bags"]):
                 flags = np.asarray(next(masks)) if one.is_kept else np.ones(ids.shape, bool)
                 given.append(flags[which].ravel())
             kept = np.concatenate(given)
@@ -560,28 +560,31 @@ def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
 
 def _of_sets(
     sets: Sequence[BagSet], operands: Sequence[Leaf]
-) -> Iterator[tuple[BagSet, np.ndarray, Index, Sequence[np.ndarray]]]:
-    """Yields sets of bags, each with its ids, which of them count, and weights if there are any."""
+) -> Iterator[tuple[BagSet, np.ndarray, np.ndarray, Index, Sequence[np.ndarray]]]:
+    """Yields sets of bags, each with its ids, their bags, which of them count, bag by bag, and weights if there are
+    any."""
     rest = iter(operands)
     for one in sets:
         ids = np.asarray(next(rest))
+        bags = np.asarray(next(rest)) if one.is_jagged else np.arange(len(ids))[:, None]
         which = np.asarray(next(rest)) if one.is_masked else slice(None)
-        yield one, ids, which, [np.asarray(next(rest))] if one.is_weighted else []
+        if one.is_jagged:
+            there = np.flatnonzero((bags < math.prod(one.shape)) & (which if one.is_masked else True))
+            which = there[np.argsort(bags[there], kind="stable")]
+        yield one, ids, bags, which, [np.asarray(next(rest))] if one.is_weighted else []
 
 
 def _bag_ids(
     sets: Sequence[BagSet], operands: Sequence[Leaf], indices: np.ndarray, layout: RowLayout, dtype: np.dtype
 ) -> BagIds:
     """Returns the ids that count in all sets of bags, one set after the other."""
-    parts, count, has_weights = list[Sequence[np.ndarray]](), 0, any(one.is_weighted for one in sets)
-    for _, own, which, weights in _of_sets(sets, operands):
-        bags = np.arange(count, count + len(own))[:, None]
-        given = [own, bags, *(weights or [np.ones((), dtype)])] if has_weights else [own, bags]
+    parts, count, longest, has_weights = list[Sequence[np.ndarray]](), 0, 0, any(one.is_weighted for one in sets)
+    for one, own, bags, which, weights in _of_sets(sets, operands):
+        given = [own, count + bags, *(weights or [np.ones((), dtype)])] if has_weights else [own, count + bags]
         parts.append([np.broadcast_to(value, own.shape)[which].ravel() for value in given])
-        count += len(own)
+        count, longest = count + math.prod(one.shape), max(longest, own.shape[-1])
     ids, numbers, *joined = map(np.concatenate, zip(*parts, strict=True))
     wanted = indices.searchsorted(layout.storage_index(ids.astype(indices.dtype, copy=False)))
-    longest = max(own.shape[1] for _, own, *_ in _of_sets(sets, operands))
     return BagIds(wanted, numbers, count, longest, joined[0] if joined else None, dtype)
 
 

@@ -441,21 +441,44 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
     if not bags:
         return sizes, ""
     n = choices.devices
-    count, placed = (sum(one.count for one in bags) // n, sum(one.count * one.length for one in bags) // n)
+    # Segments may put a rank's ids into the bags of all.
+    count = sum(one.count if one.segments is not None else one.count // n for one in bags)
+    filled = sum(_filled(one, choices) for one in bags)
+    placed = sum(one.placed for one in bags) // n
     number = 2 if sizes.requested <= 1 << 16 else 4  # which of the rows that were asked for
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
     counted = np.min_scalar_type(max(one.length for one in bags)).itemsize
-    pooled = replace(sizes, bags=count, bag_ids=placed, bag_id_bytes=number + weight, bag_count_bytes=counted)
+    pooled = replace(
+        sizes,
+        bags=count,
+        bag_ids=placed,
+        bag_id_bytes=number + weight,
+        bag_count_bytes=counted,
+        bags_filled=0 if filled == count else filled,
+    )
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:
         return sizes, ""
     saved = f"a rank sends {format_bytes(after)} in place of {format_bytes(before)}"
-    return pooled, f"the owners of the rows add up each rank's {count} bags: {saved}"
+    return pooled, f"the owners of the rows add up each rank's {pooled.bags_filled or count} bags: {saved}"
+
+
+def _filled(bags: Bags, choices: Choices) -> int:
+    """Returns in how many bags a rank has ids: the most in the example, else as many as if ids came bag by bag."""
+    n = choices.devices
+    if bags.segments is None:
+        return bags.count // n
+    found = choices.measured.values((bags.segments,))
+    if found is None:
+        return min(bags.count, bags.count // n + 1, bags.placed // n)
+    there = (np.unique(part) for part in np.split(found[0].reshape(-1), n))
+    return max(int(((part >= 0) & (part < bags.count)).sum()) for part in there)
 
 
 def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[Bags]:
-    """Returns the bags that owners may add up; none if single rows are read, or a bag has examples of several
-    devices."""
+    """Returns the bags that owners may add up; none if single rows are read, or ids have a place in a bag that has
+    examples of several devices. Bags by segments are those of ranks alone: between devices each message would have
+    room for all bags."""
     earlier, options = choices.earlier_plan(space), choices.options
     by_one = not choices.hosts or options.rank_devices == 1  # a rank's bags are those of one device
     is_whole = by_one and options.microbatches == 1 and options.tensor == 1
@@ -463,6 +486,10 @@ def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices
         return ()
     bags = [pair.sums for pair in _bag_pairs(space, ids, choices)]
     for one in bags:
+        if one.segments is not None:
+            if not choices.hosts or one.ids[0] % choices.devices:
+                return ()
+            continue
         axis = program.batch.get(one.value) if isinstance(one.value, Var) else None
         if axis is None or axis >= len(one.shape) or one.shape[axis] % choices.devices:
             return ()
@@ -480,7 +507,7 @@ def _with_device_bags(
     if not bags or choices.hosts:
         return safe, tight, sizes, ""
     n, most, uses = choices.devices, ids.count_on(choices.devices), most_uses(bags)
-    count, placed = (sum(one.count for one in bags) // n, sum(one.count * one.length for one in bags) // n)
+    count, placed = sum(one.count for one in bags) // n, sum(one.placed for one in bags) // n
     if tight.tight and earlier is not None and earlier.ids == ids.count:
         most = min(most, rounded(known(earlier.sizes).bag_ids / (n * uses) * choices.options.headroom / HEADROOM))
     elif tight.tight:

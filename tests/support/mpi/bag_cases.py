@@ -18,6 +18,7 @@ import optax
 from autopar.backends.global_arrays import local
 from autopar.cost.exchange import host_terms
 from autopar.ir.plan import Plan
+from autopar.ir.program import known
 from autopar.mpi.bags import BagIds, add_up, ask_bags, spread
 from autopar.mpi.machines import LeaderExchange, connect, exchange
 from autopar.mpi.world import World
@@ -66,6 +67,34 @@ BAGS: Mapping[str, Form] = {
 }
 
 
+def _of_segments(rows: jax.Array, batch: Batch, which: str = "bag") -> jax.Array:
+    return jax.ops.segment_sum(rows, batch[which], EXAMPLES)
+
+
+#: Those of any number of rows, each of which the batch puts into a bag, or into none. Ranks add them up, devices don't.
+SEGMENTS: Mapping[str, Form] = {
+    "segments": lambda table, batch: _of_segments(table[batch["words"]], batch),
+    "segments in any order": lambda table, batch: _of_segments(table[batch["words"]], batch, "mixed"),
+    "mean of segments": lambda table, batch: (
+        _of_segments(table[batch["words"]], batch)
+        / jnp.maximum(_of_segments(jnp.ones_like(batch["v"]), batch), 1)[:, None]
+    ),
+    "weighted segments": lambda table, batch: _of_segments(table[batch["words"]] * batch["v"][:, None], batch),
+    "masked segments": lambda table, batch: _of_segments(
+        jnp.where(batch["v"][:, None] > 0, table[batch["words"]], 0), batch, "mixed"
+    ),
+    "segments of ids out of range": lambda table, batch: _of_segments(
+        batch["v"][:, None] * table.at[batch["far"].reshape(-1)].get(mode="fill", fill_value=0.5), batch, "mixed"
+    ),
+    "segments of two axes": lambda table, batch: (
+        jnp.zeros((EXAMPLES, table.shape[1])).at[batch["mixed"].reshape(EXAMPLES, -1)].add(table[batch["ids"]])
+    ),
+    "segments and bags": lambda table, batch: (
+        _of_segments(table[batch["ids"].reshape(-1)], batch) * table[batch["ids"]].sum(1)
+    ),
+}
+
+
 def _attention(table: jax.Array, batch: Batch) -> jax.Array:
     rows = table[batch["ids"]]
     return jnp.einsum("bld,bl->bd", rows, jax.nn.softmax(jax.lax.stop_gradient(rows).sum(2)))
@@ -86,10 +115,16 @@ def _two_fills(table: jax.Array, batch: Batch) -> jax.Array:
 
 
 def batch_of(seed: int) -> dict[str, np.ndarray]:
-    """Returns ids, single ones, and those that may be out of range; a mask with empty bags, and weights."""
-    rng = np.random.default_rng(seed)
+    """Returns ids, single ones, and those that may be out of range; a mask with empty bags, and weights; and ids of
+    which each has a bag, or none, in order or not, with weights."""
+    rng, other = np.random.default_rng(seed), np.random.default_rng((seed, 1))
     lengths = rng.integers(0, LENGTH + 1, (EXAMPLES, 1))
+    bags = other.integers(-1, EXAMPLES + 1, EXAMPLES * LENGTH).astype(np.int32)
     return {
+        "words": other.integers(0, ROWS, EXAMPLES * LENGTH).astype(np.int32),
+        "bag": np.sort(bags),
+        "mixed": bags,
+        "v": other.normal(size=EXAMPLES * LENGTH).astype(np.float32),
         "ids": rng.integers(0, ROWS, (EXAMPLES, LENGTH)).astype(np.int32),
         "far": rng.integers(-ROWS // 4, ROWS + ROWS // 4, (EXAMPLES, LENGTH)).astype(np.int32),
         "id": rng.integers(0, ROWS, EXAMPLES).astype(np.int32),
@@ -146,7 +181,7 @@ def pooled(plan: Plan | None) -> set[str]:
 
 def check_forms() -> None:
     """Each table by itself; rows that a rank needs aren't added up elsewhere."""
-    every = {**BAGS, **OTHERS, "two fills": _two_fills}
+    every = {**BAGS, **SEGMENTS, **OTHERS, "two fills": _two_fills}
     tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.3))
     found, apart = set[str](), list[str]()
     for k in range(4):  # in one program XLA compiles them for minutes
@@ -154,13 +189,16 @@ def check_forms() -> None:
         planned, _ = _agrees(forms, tx, range(3, 3 + len(forms)))
         found |= pooled(planned.plan)
         apart += [t.reason for t in planned.plan.tables if "but its rows travel" in t.reason]
-    assert found == set(BAGS) if RANKS == 2 else found <= set(BAGS) and {"sum", "where", "product"} <= found, found
+    every_bag = {*BAGS, *SEGMENTS}
+    assert found == every_bag if RANKS == 2 else {"sum", "where", "product", "segments"} <= found <= every_bag, found
     assert len(apart) <= 1 and all("ids out of range mean different things" in reason for reason in apart), apart
 
 
 def check_stacks_and_optimizers() -> None:
     """Tables of two widths, in stacks, with rows that wait and rows that don't."""
-    forms = {name: BAGS[name] for name in ("sum", "masked mean", "where", "out of range, filled", "beside single rows")}
+    names = ("sum", "masked mean", "where", "out of range, filled", "beside single rows")
+    several = {f"segments {k}": SEGMENTS["masked segments"] for k in range(4)}
+    forms = {name: BAGS[name] for name in names} | {"weighted segments": SEGMENTS["weighted segments"], **several}
     for name, tx in {"adamw": optax.adamw(0.05, eps=1e-3), "momentum": optax.sgd(0.3, momentum=0.9)}.items():
         planned, _ = _agrees(forms, tx, (8,), steps=4)
         assert pooled(planned.plan) == set(forms), name
@@ -195,6 +233,35 @@ def check_bytes() -> None:
     assert terms["send sums"] == terms["send cotangents"] == len(others) * EXAMPLES // RANKS * 4 * 8
     assert sent["rows"] <= terms["send sums"] and table.sent["ps on hosts"] == sum(terms.values())
     assert f"{EXAMPLES // RANKS} bags" in str(autopar.explain(step))
+
+
+def check_bytes_of_segments() -> None:
+    """A bag that has rows of an owner among a rank's ids is one sum, and one cotangent."""
+    form = {"segments": SEGMENTS["segments"]}
+    step = autopar.parallelize(step_of(form, optax.sgd(0.1)), strategy={"params/tables/*": HOSTS})
+    set_options(step, least_saved=0)
+    state = start(form, optax.sgd(0.1), (8,))
+    for k in range(2):
+        before = dict(exchange().sent_bytes)
+        state, _ = step(state, batch_of(k))
+    sent = {kind: n - before[kind] for kind, n in exchange().sent_bytes.items() if kind in ("rows", "gradients")}
+    words, bags = (np.split(batch_of(1)[name], RANKS) for name in ("words", "bag"))
+    there = [(mine >= 0) & (mine < EXAMPLES) for mine in bags]
+    counts = [
+        [len({*bags[r][there[r] & (words[r] % RANKS == owner)].tolist()}) for owner in range(RANKS)]
+        for r in range(RANKS)
+    ]
+    others = [r for r in range(RANKS) if r != RANK]
+    assert sent == {
+        "rows": 4 * 8 * sum(counts[r][RANK] for r in others),
+        "gradients": sum(4 * 8 * counts[RANK][owner] + 1 for owner in others),
+    }
+    (table,) = step.plan.tables
+    filled = [np.unique(mine) for mine in np.split(batch_of(0)["bag"], RANKS)]
+    most = max(((bags >= 0) & (bags < EXAMPLES)).sum() for bags in filled)
+    terms = {t.name: t.sent for t in host_terms(known(table.sizes))}
+    assert terms["send sums"] == terms["send cotangents"] == len(others) * 4 * 8 * most
+    assert f"add up each rank's {most} bags: a rank sends" in table.reason
 
 
 @mock.patch.object(families, "_BAGS_PAY", (1, 1))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import numpy as np
 import optax
 import pytest
 
@@ -17,31 +20,44 @@ from autopar.ir.program import known
 from autopar.passes import pool_bags
 from autopar.planning.plan import elsewhere
 from autopar.run.planned_step import PlannedStep
-from tests.support.mpi.bag_cases import BAGS, HOSTS, OTHERS, ROWS, Form, batch_of, pooled, start, step_of
+from tests.support.mpi.bag_cases import (
+    BAGS,
+    EXAMPLES,
+    HOSTS,
+    OTHERS,
+    ROWS,
+    SEGMENTS,
+    Form,
+    batch_of,
+    pooled,
+    start,
+    step_of,
+)
 from tests.support.settings import set_options
 
 LINK = Link(1e-5, 1e10)
 
 
 def planned_for(
-    ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, seed: int = 0, least_saved: int = 0
+    ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, batch: Any = None, least_saved: int = 0
 ) -> PlannedStep:
     """Plans a step, by default so that small tables pay."""
     tx = optax.sgd(0.1)
     step = autopar.parallelize(step_of(forms, tx), strategy={"params/tables/*": HOSTS})
     set_options(step, least_saved=least_saved)
     cluster = ClusterSpec("made up", ranks, 1, Device("cpu", 1e11, 1e12, 1e11), LINK, LINK, 1e11)
-    return elsewhere(step, cluster).planned_for(start(forms, tx, widths), batch_of(seed))
+    return elsewhere(step, cluster).planned_for(start(forms, tx, widths), batch_of(0) if batch is None else batch)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_bags_are_found_in_all_forms(stacked: bool) -> None:
-    forms = {**BAGS, **OTHERS}
+    bags = {**BAGS, **SEGMENTS}
+    forms = {**bags, **OTHERS}
     planned = planned_for(2, forms, (4, 6) if stacked else range(3, 3 + len(forms)))
     plan = planned.compiled.plan
-    assert pooled(plan) == set(BAGS)
+    assert pooled(plan) == set(bags)
     (note,) = (r.note for r in planned.compiled.records if r.name == "pool_bags")
-    assert note == f"bags of {4 if stacked else len(BAGS)} families are added up by owners"
+    assert note == f"bags of {8 if stacked else len(bags)} families are added up by owners"
     ops = {e.op for e in planned.compiled.program.block.equations}
     assert {"ap.pool", "ap.push_pool"} <= ops
     for table in plan.tables:
@@ -62,6 +78,21 @@ def test_rows_travel_where_that_sends_less() -> None:
         set(),
         set(),
     ]
+
+
+def test_segments_pay_by_the_bags_that_a_rank_has_ids_in() -> None:
+    """Those in order leave half of the bags to the other of two ranks; the example tells."""
+    forms = {name: SEGMENTS[name] for name in ("segments", "segments in any order")}
+    ordered, mixed = (known(t.sizes) for t in planned_for(2, forms, (8, 9)).compiled.plan.tables)
+    batch = batch_of(0)
+    for sizes, key in ((ordered, "bag"), (mixed, "mixed")):
+        there = [np.unique(part[(part >= 0) & (part < EXAMPLES)]).size for part in np.split(batch[key], 2)]
+        assert (sizes.bags, sizes.bags_filled or EXAMPLES) == (EXAMPLES, max(there))
+        assert sizes.bag_sums == 2 * max(there)
+    assert ordered.bag_sums < mixed.bag_sums
+    unknown = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+    tables = planned_for(2, forms, (8, 9), batch=unknown).compiled.plan.tables
+    assert [known(t.sizes).bags_filled for t in tables] == [EXAMPLES // 2 + 1] * 2  # as if bag by bag
 
 
 def _sent(sizes: Sizes) -> int:
