@@ -22,6 +22,8 @@ from autopar.jax_types import Array, Device, Leaf
 
 #: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
 _BLOCK_ELEMENTS, _SOME_ELEMENTS = 1 << 19, 1 << 15
+#: Stamps in a line of the processor's cache.
+_LINE = 16
 
 
 class HostLogPrograms(LogPrograms):
@@ -99,9 +101,7 @@ class HostLogPrograms(LogPrograms):
         self._replace(log, lagging, _SOME_ELEMENTS, self._caught_up, log.steps)
 
     def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
-        stamps = log.stamps[0].rows
-        numbers = np.arange(which, len(stamps), self.calls)
-        lagging = numbers[self._deferred.lags(stamps[numbers], closed[1])]
+        lagging = rows_of_call(log.stamps[0].rows, which, self.calls, lambda some: self._deferred.lags(some, closed[1]))
         self._replace(log, lagging, _SOME_ELEMENTS, self._caught_up, closed)
 
     def _replace(
@@ -154,6 +154,18 @@ class HostLogPrograms(LogPrograms):
         """Returns the number of rows of which no leaf has more than so many elements."""
         widest = max(leaf.rows[:1].size for leaf in leaves)
         return min(len(leaves[0].rows), max(1, elements // max(1, widest)))
+
+
+def rows_of_call(stamps: np.ndarray, which: int, calls: int, lags: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+    """Returns the rows that lag of those that one of some calls looks at; together these look at each row once.
+
+    `stamps`: int32[rows]. Calls take turns at lines of the processor's cache, and at single rows of what is left.
+    """
+    together = _LINE * calls
+    whole = len(stamps) // together * together
+    there = np.flatnonzero(lags(stamps[:whole].reshape(-1, calls, _LINE)[:, which]))
+    left = np.arange(whole + which, len(stamps), calls)
+    return np.concatenate([there // _LINE * together + which * _LINE + there % _LINE, left[lags(stamps[left])]])
 
 
 def common_host_log(leaves: list[HostRows], programs: HostLogPrograms) -> UpdateLog[HostLogPrograms]:
