@@ -40,7 +40,7 @@ def exchange() -> None:
 
 def hot(ids: int = 2_048, exponent: float = 1.3, batches: int = 8) -> None:
     """Bytes of ids, rows and gradients, counted: all rows served by their owners, and the most frequent ones copied to
-    every rank, as many as send least."""
+    every rank, as many as send least; and rows that one device gets from host memory if it keeps the most frequent."""
     for ranks in (2, 4, 8):
         rng = np.random.default_rng(0)
         drawn = [np.unique((rng.zipf(exponent, ids) - 1) % ROWS) for _ in range(batches * ranks)]
@@ -52,6 +52,11 @@ def hot(ids: int = 2_048, exponent: float = 1.3, batches: int = 8) -> None:
             best = min(sent, key=sent.__getitem__)
             less = f"{1 - sent[best] / sent[0]:.1%} less with {best} rows copied"
             print(f"{ranks} ranks, rows of {row} B: a rank sends {sent[0]:,.0f} B a step, {less}", flush=True)
+    rng = np.random.default_rng(0)
+    drawn = [np.unique((rng.zipf(exponent, ids) - 1) % ROWS) for _ in range(batches)]
+    for kept in (256, 1_024, 8_192):
+        moved, all_ = (np.mean([np.sum(own >= first) for own in drawn]) for first in (kept, 0))
+        print(f"one device that keeps {kept} rows: {moved:.0f} of {all_:.0f} rows move in a step", flush=True)
 
 
 def _start(what: str, ranks: int, wrapper: Sequence[str] = (), **environment: str) -> None:
