@@ -25,6 +25,7 @@ BENCHMARKS = {
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
     "memories": ("memories", "gpt"),
     "ablation": ("ablation",),
+    "scaling": ("scaling",),
     "soak": ("soak",),
 }
 

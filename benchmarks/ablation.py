@@ -42,8 +42,11 @@ class Task(NamedTuple):
     batch_axis: Any
 
 
-def language_model(vocab: int = 50_000, width: int = 64, texts: int = 64, length: int = 20, sampled: int = 256) -> Task:
-    """The demo's (examples/model.py), with words drawn log-uniformly."""
+def language_model(
+    vocab: int = 50_000, width: int = 64, texts: int = 64, length: int = 20, sampled: int = 256, hosts: int = 1
+) -> Task:
+    """The demo's (examples/model.py), with words drawn log-uniformly; of `texts` on each host."""
+    texts *= hosts
     sys.path.append(str(ROOT / "examples"))
     model, ids = import_module("model").LanguageModel(vocab, width, width), np.zeros((1, 1), np.int32)
 
@@ -59,8 +62,12 @@ def language_model(vocab: int = 50_000, width: int = 64, texts: int = 64, length
     return Task(lambda key: model.init(key, ids, ids, ids[0])["params"], loss, batch, texts * length, axes)
 
 
-def translator(vocab: int = 32_000, width: int = 64, narrow: int = 16, texts: int = 32, length: int = 12) -> Task:
-    """An encoder and a decoder (LSTMs) with attention; its softmax over all words is dense, as in the paper's NMT."""
+def translator(
+    vocab: int = 32_000, width: int = 64, narrow: int = 16, texts: int = 32, length: int = 12, hosts: int = 1
+) -> Task:
+    """An encoder and a decoder (LSTMs) with attention; its softmax over all words is dense, as in the paper's NMT. Of
+    `texts` on each host."""
+    texts *= hosts
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -89,7 +96,7 @@ def translator(vocab: int = 32_000, width: int = 64, narrow: int = 16, texts: in
     return Task(lambda key: model.init(key, ids, ids, ids)["params"], loss, batch, 2 * texts * length, 0)
 
 
-TASKS: Mapping[str, Callable[[], Task]] = {"LM": language_model, "NMT": translator}
+TASKS: Mapping[str, Callable[..., Task]] = {"LM": language_model, "NMT": translator}
 
 
 def _words(random: np.random.Generator, vocab: int, *shape: int) -> np.ndarray:
@@ -97,7 +104,7 @@ def _words(random: np.random.Generator, vocab: int, *shape: int) -> np.ndarray:
     return np.minimum(np.exp(random.random(shape) * np.log(vocab + 1)) - 1, vocab - 1).astype(np.int32)
 
 
-def _step_of(task: Task) -> tuple[Callable[[Any, Any], Any], Callable[[], Any]]:
+def step_of(task: Task) -> tuple[Callable[[Any, Any], Any], Callable[[], Any]]:
     """Returns the step for one device, and what makes its state: clipped by the norm over all, Adagrad."""
     import jax
     import optax
@@ -120,7 +127,7 @@ def _planned(name: str, level: int) -> tuple[Any, Callable[[], Any], Task]:
     import autopar
 
     task = TASKS[name]()
-    step, make = _step_of(task)
+    step, make = step_of(task)
     options: Any = {"strategy": ("ps", "hosts"), "batch_axis": task.batch_axis, "optimize": ORDER[:level]}
     return autopar.parallelize(step, **options), make, task
 

@@ -66,8 +66,16 @@ class Ranks:
         Raises:
           RankError: a rank raised an exception, or died.
         """
+        self.tell(command, **options)
+        return self.answers()
+
+    def tell(self, command: str, **options: Any) -> None:
+        """Asks all ranks, and doesn't wait."""
         for link in self._links:
             link.send((command, options))
+
+    def answers(self) -> list[Any]:
+        """Returns the answers of all ranks to what they were told."""
         return [self._read(link) for link in self._links]
 
     def _read(self, link: Connection) -> Any:
