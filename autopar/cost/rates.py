@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, host_all_reduce_s
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.program import Atom
+from autopar.ir.program import Atom, Program
 
 _LARGE = float(1 << 30)
 #: Sizes of a curve whose fastest algorithm depends on the size.
@@ -260,8 +260,8 @@ class Measurements:
     ids: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
     #: Rates of programs and sends for a pipeline, or for divided products; None: not measured.
     stages: StageRates | None = None
-    #: Computes values of the step of an example batch; None for all if they can't be computed.
-    values: Callable[[tuple[Atom, ...]], Sequence[np.ndarray] | None] = lambda atoms: None
+    #: Computes a value of a program of the step for the example batch; None if it can't be computed.
+    value: Callable[[Program, Atom], np.ndarray | None] = lambda program, atom: None
 
 
 UNMEASURED = Measurements()

@@ -6,7 +6,6 @@ unknown value, the number of ids is an upper bound. Parallax (5.3.1) calls alpha
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -92,17 +91,11 @@ def ids_by_family(
     return {family: list(itertools.islice(flat, len(families[family].results))) for family in known}
 
 
-def example_values(
-    program: Program, leaves: Sequence[Leaf] | None
-) -> Callable[[tuple[Atom, ...]], Sequence[np.ndarray] | None]:
-    """Returns a function that computes values of a step in an example; None if they are unknown. `leaves`: as in
+def example_value(program: Program, atom: Atom, leaves: Sequence[Leaf] | None) -> np.ndarray | None:
+    """Returns a value of a step in an example; None if it is unknown. Collective for global leaves. `leaves`: as in
     `example_ids`."""
-
-    @functools.cache
-    def values(atoms: tuple[Atom, ...]) -> Sequence[np.ndarray] | None:
-        return None if leaves is None else _reader(*_reads(program, (), atoms))(leaves)
-
-    return values
+    found = None if leaves is None else _reader(*_reads(program, (), (atom,)))(leaves)
+    return None if found is None else found[0]
 
 
 def _is_known(block: Block, used: Sequence[bool], leaves: Sequence[Leaf]) -> bool:

@@ -58,7 +58,8 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     finder = functools.cache(lambda: BagFinder(program.block))
     whole = frozenset(k for k in wanted.hosts if asks_for_whole(options.strategy, program.inputs[k].path))
-    basis = (wanted.methods, wanted.hosts, not has_effects, decided, finder, whole, waiting)
+    value = functools.cache(lambda atom: measured.value(program, atom))
+    basis = (wanted.methods, wanted.hosts, not has_effects, decided, finder, value, whole, waiting)
     choices = Choices(options, measured, *basis)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
     if options.devices > 1:

@@ -308,8 +308,8 @@ def _ids(bags: Bags, lookup: Equation) -> Callable[[Array], Array]:
 
 def _segments(bags: Bags) -> Callable[[Array], Array]:
     def segments(index: Array) -> Array:
-        flat = index.reshape(-1)
-        return jnp.where((flat >= 0) & (flat < bags.count), flat, bags.count).astype(jnp.int32)
+        flat, last = index.reshape(-1), min(bags.count - 1, jnp.iinfo(index.dtype).max)
+        return jnp.where((flat >= 0) & (flat <= last), flat.astype(jnp.int32), bags.count)
 
     return segments
 

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.jax_types import Leaf
-from autopar.measure.alpha import example_values
+from autopar.measure.alpha import example_value
 from autopar.measure.figures import looked_up
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
@@ -168,7 +168,7 @@ class Way:
         if options.devices == 1:
             return Measurements(memory=memory, stages=stages)
         rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
-        return Measurements(rates, memory, looked_up(program, example), stages, example_values(program, example))
+        return Measurements(rates, memory, looked_up(program, example), stages, partial(example_value, leaves=example))
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
         """Returns the program that is run in place of an analysed one, whose tables are stacked; None: that one is."""

@@ -567,9 +567,11 @@ def _of_sets(
     for one in sets:
         ids = np.asarray(next(rest))
         bags = np.asarray(next(rest)) if one.is_jagged else np.arange(len(ids))[:, None]
-        which = np.asarray(next(rest)) if one.is_masked else slice(None)
+        mask = np.asarray(next(rest)) if one.is_masked else None
+        which: Index = slice(None) if mask is None else mask
         if one.is_jagged:
-            there = np.flatnonzero((bags < math.prod(one.shape)) & (which if one.is_masked else True))
+            is_there = bags < math.prod(one.shape)
+            there = np.flatnonzero(is_there if mask is None else is_there & mask)
             which = there[np.argsort(bags[there], kind="stable")]
         yield one, ids, bags, which, [np.asarray(next(rest))] if one.is_weighted else []
 

@@ -73,6 +73,7 @@ class Choices:
     decided: Mapping[int, TablePlan] = field(default_factory=dict)  #: Table -> its earlier plan.
     #: Finds the program's bags, if there may be any.
     bags: Callable[[], BagFinder] | None = None
+    value: Callable[[Atom], np.ndarray | None] = lambda atom: None  #: A value of the program for the example.
     whole: frozenset[int] = frozenset()  #: Those of `hosts` that one rank has whole.
     waiting: int = 0  #: Rows of all families that share an update log; 0: each family has its own.
 
@@ -468,10 +469,10 @@ def _filled(bags: Bags, choices: Choices) -> int:
     n = choices.devices
     if bags.segments is None:
         return bags.count // n
-    found = choices.measured.values((bags.segments,))
+    found = choices.value(bags.segments)
     if found is None:
         return min(bags.count, bags.count // n + 1, bags.placed // n)
-    there = (np.unique(part) for part in np.split(found[0].reshape(-1), n))
+    there = (np.unique(part) for part in np.split(found.reshape(-1), n))
     return max(int(((part >= 0) & (part < bags.count)).sum()) for part in there)
 
 
