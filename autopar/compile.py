@@ -9,11 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.garbage import paused_collection
-from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
 from autopar.ir.program import Block, Program
@@ -21,38 +20,14 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
-from autopar.passes.place_border import Kept, Moved
+
+if TYPE_CHECKING:
+    from autopar.ways.way import Way
 
 #: A name, and a function that adds facts to a program; it also returns a note.
 Analysis = tuple[str, Callable[[Program], tuple[Program, str]]]
 #: A name, and a function that rewrites a program by a plan, in which it may note findings.
 Pass = tuple[str, Callable[[Program, ProgramPlan], tuple[Program, ProgramPlan, str]]]
-
-
-class HasPasses(Protocol):
-    """The part of a way to run a step (`ways.way.Way`) that the compiler needs."""
-
-    @property
-    def options(self) -> Options:
-        """The user's options for the whole step."""
-        ...
-
-    @property
-    def analyses(self) -> tuple[Analysis, ...]:
-        """The analyses of a traced program, in order."""
-        ...
-
-    def bordered(self, program: Program, bound: ProgramPlan) -> tuple[Program, Sequence[Moved | Kept]]:
-        """Returns an analysed program with operations moved to the owners of its tables' rows, and what moved."""
-        ...
-
-    def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
-        """Returns the program that is run instead, whose tables are stacked; None if there is none."""
-        ...
-
-    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Returns the passes that make a plan's program, in order, without those that have nothing to do."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,7 +79,7 @@ class Analysed:
     records: tuple[Record, ...]
 
 
-def analyze_program(program: Program, way: HasPasses) -> Analysed:
+def analyze_program(program: Program, way: Way) -> Analysed:
     """Runs the analyses; they say what there is to measure."""
     records: list[Record] = []
     with paused_collection():
@@ -115,7 +90,7 @@ def analyze_program(program: Program, way: HasPasses) -> Analysed:
     return Analysed(program, tuple(records))
 
 
-def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements = UNMEASURED) -> Compiled:
+def compile_program(analysed: Analysed, way: Way, measured: Measurements = UNMEASURED) -> Compiled:
     """Chooses a plan, and compiles the programs that follow it. Raises NotDeferrable if rows of some leaves can't wait;
     analyze again without deferring them (`Options.undeferred`)."""
     with paused_collection():
@@ -132,7 +107,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
         return Compiled(analysed.program, bound, program, (*analysed.records, *decided, *records), fallback, stacked)
 
 
-def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:
+def decide(analysed: Analysed, way: Way, measured: Measurements) -> tuple[ProgramPlan, Record]:
     """Chooses a plan, or checks an earlier one; raises PlanError if that doesn't fit the program."""
     start, program, options = time.perf_counter(), analysed.program, way.options
     earlier = options.plan
@@ -145,7 +120,7 @@ def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[
 
 
 def _with_border(
-    analysed: Analysed, bound: ProgramPlan, decided: Record, way: HasPasses, measured: Measurements
+    analysed: Analysed, bound: ProgramPlan, decided: Record, way: Way, measured: Measurements
 ) -> tuple[Analysed, ProgramPlan, tuple[Record, ...]]:
     """Moves operations to the owners of rows, where the plan has rows travel, and chooses by what travels then."""
     start = time.perf_counter()
@@ -179,7 +154,7 @@ def _record(name: str, program: Program, before: Block | None, note: str, start:
     return Record(name, program, note, time.perf_counter() - start)
 
 
-def follow(analysed: Program, bound: ProgramPlan, way: HasPasses) -> Program:
+def follow(analysed: Program, bound: ProgramPlan, way: Way) -> Program:
     """Returns the program of another plan than the chosen one."""
     program = analysed
     for _, run in way.passes(bound):

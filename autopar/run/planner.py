@@ -26,7 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Block, Input, Program
 from autopar.ir.strategy import TENSOR, asks_for_hosts, choice_for, without_hosts
 from autopar.ir.trace import block_of
-from autopar.jax_types import Leaf, Pytree
+from autopar.jax_types import Jaxpr, Leaf, Pytree, PyTreeDef
 from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
@@ -47,6 +47,29 @@ from autopar.ways.way import Way
 
 #: Advice for those who can't have tables on hosts.
 ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
+
+
+class _Choice(NamedTuple):
+    """A compiled step, the way that runs it, and the options that the way was asked for by."""
+
+    compiled: Compiled
+    way: Way
+    options: Options
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Traced:
+    """A traced call."""
+
+    call: Call
+    fun: Callable[..., Pytree]  #: The function that was traced: the user's step, or one made of it.
+    jaxpr: Jaxpr
+    block: Block
+    outputs: Pytree  #: The shapes of its results.
+    out_tree: PyTreeDef
+    states: States  #: The states among its arguments.
+    seconds: float
+    notes: Sequence[str]  #: What `explain` says about `fun`.
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,11 +118,59 @@ class Planner:
           is_first: Whether this is the step's first plan.
         """
         self._check_job(leaves)
+        traced = self._trace(call)
+        if self.state_argnums is None and is_first:
+            rest = traced.block, traced.states, self.batch_argnums or ()
+            warn_of_missed_states(self.name, call, traced.outputs, *rest)
+        parts = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
+        program = self._program(traced, parts)
+        example = self._agreed_example(program, leaves, is_first=is_first)
+        mark(number, f"planning {self.name}"[:64], "compiles")
+        tell("planning")
+        choice = self._keeping_shards(program, leaves, example)
+        compiled, way, options = self._movable(traced, choice, example)
+        notes, memory = [*traced.notes], self.machine.memory_bytes
+        if self.in_stages is not None and memory is not None and compiled.plan.state_bytes > state_budget(memory):
+            note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
+            try:
+                staged = self.in_stages().plan(call, leaves, number, is_first=False)
+                return replace(staged, notes=(*staged.notes, f"{note}, so it is run in stages."))
+            except StrategyError as error:
+                notes.append(f"{note}, and in stages it doesn't run: {error}.")
+        warn_of_replicated_shards(compiled, way, self._own_devices, leaves)
+        notes += shard_notes(options)
+        if self.machine.rates is not None and any(table.terms for table in compiled.plan.tables):
+            notes += filter(None, [assumed_note(self.machine.rates())])
+        notes += _reduction_notes(compiled)
+        return PlannedStep(
+            call,
+            traced.states,
+            compiled,
+            way,
+            traced.jaxpr,
+            traced.out_tree,
+            traced.seconds,
+            devices=self.devices,
+            donate=self._donates(call, traced.states),
+            machine=self.machine,
+            fun=traced.fun,
+            notes=tuple(notes),
+            clients=self.clients,
+        )
+
+    # --- the phases of a plan ---
+
+    def _trace(self, call: Call) -> _Traced:
+        """Traces a call, and finds the states among its arguments. A per-device step (`axis_name=`) is first batched
+        over all devices."""
         args, kwargs = call.shapes
+        known = self.state_argnums, self.batch_argnums or ()
         check_positions(call, self.state_argnums, self.batch_argnums)
         start = time.perf_counter()
+        fun, notes = self.fun, []
         try:
-            fun, notes = self._written_for(call)
+            if self.per_device is not None:
+                fun, notes = CallOfOne(fun, self.name, call, self.per_device, *known, self.static).everywhere()
             traced = jax_compat.trace(fun, args, kwargs, **self.static.static_options)
         except NameError as error:
             raise unknown_axis(self.name, error) from error
@@ -110,55 +181,13 @@ class Planner:
                 "Pass that value as an argument"
             )
         jaxpr, block, unfollowed = without_sharding(self.name, traced.jaxpr)
+        states = match_states(call, block, traced.out_info, *known)
         notes = [*notes, *unfollowed]
-        states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
-        if self.state_argnums is None and is_first:
-            warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
-        ranks = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
-        program = self._program(call, states, traced.out_info, block, ranks)
-        choices = {**self.choices, **incoming_shards(program.inputs, leaves)}
-        if self.processes is not None:
-            check_same_call(self.processes, program, choices, leaves)
-        example = leaves
-        if self.clients is not None and self.clients.processes.several and is_first:
-            shared = [x if input_.role == "state" else None for input_, x in zip(program.inputs, leaves, strict=True)]
-            check_same_call(self.clients.processes, program, choices, shared)
-            example = self._of_first_client(program.inputs, leaves, self.clients)
-        mark(number, f"planning {self.name}"[:64], "compiles")
-        tell("planning")
-        options = self._options_of(program.inputs, leaves)
-        asked = self.way_of(options)
-        compiled, way = self._compile(program, asked, example)
-        own = self.devices if self.clients is None else self.clients.devices
-        keeping = keep_shards(asked, replicated_shards(compiled, options, own, leaves))
-        if keeping is not options:
-            with contextlib.suppress(StrategyError):  # they are replicated, and a warning says so below
-                (compiled, way), options = self._compile(program, asked.by(keeping), example), keeping
-        devices = 1 if self.devices is None else self.devices.count
-        counts = {"devices": devices, "ranks": everyone().size}
-        move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
-        if move is not None:
-            options = move.options
-            if options.hosts:
-                check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
-            else:  # `_options_of` added the paths of leaves that came on hosts
-                options = replace(options, strategy=without_hosts(self.options.strategy))
-            program = self._program(call, states, traced.out_info, block, options.devices)
-            compiled, way = self._compile(program, self.way_of(options), example)
-            compiled = compiled.with_reason(move.paths, move.reason)
-        if self.in_stages is not None and self._exceeds_memory(compiled):
-            planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
-            if planned is not None:
-                return planned
-            notes = [*notes, note]
-        warn_of_replicated_shards(compiled, way, own, leaves)
-        notes = [*notes, *shard_notes(options), *self._rate_notes(compiled), *_reduction_notes(compiled)]
-        donate = self._donates(call, states)
-        rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
-        return PlannedStep(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
+        return _Traced(call, fun, jaxpr, block, traced.out_info, traced.out_tree, states, seconds, notes)
 
-    def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
-        program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
+    def _program(self, traced: _Traced, devices: int) -> Program:
+        call, described = traced.call, describe_leaves(traced.call, traced.states, traced.outputs, devices)
+        program = Program(traced.block, *described, self.name)
         # An evaluation reads sharded parameters in place, arrays as well as Tables.
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
@@ -166,6 +195,75 @@ class Planner:
             for x, layout in zip(program.inputs, layouts, strict=True)
         ]
         return replace(program, inputs=tuple(inputs))
+
+    def _agreed_example(self, program: Program, leaves: Sequence[Leaf], *, is_first: bool) -> Sequence[Leaf]:
+        """Checks that all processes make the same call. Returns the flat arguments to plan by: the first client's, so
+        that all clients run one program. Collective."""
+        choices = {**self.choices, **incoming_shards(program.inputs, leaves)}
+        if self.processes is not None:
+            check_same_call(self.processes, program, choices, leaves)
+        clients = self.clients
+        if clients is None or not clients.processes.several or not is_first:
+            return leaves
+        batch = [k for k, input_ in enumerate(program.inputs) if input_.role != "state"]
+        check_same_call(clients.processes, program, choices, [None if k in batch else x for k, x in enumerate(leaves)])
+        if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
+            return leaves
+        theirs = dict(zip(batch, clients.first([local(leaves[k]) for k in batch]), strict=True))
+        return [theirs.get(k, x) for k, x in enumerate(leaves)]
+
+    def _keeping_shards(self, program: Program, leaves: Sequence[Leaf], example: Sequence[Leaf]) -> _Choice:
+        """Compiles by the user's options; tables that come in host memory stay there, and leaves that come in shards
+        stay so where they can."""
+        paths = [x.path for x, leaf in zip(program.inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
+        options = self.options
+        if paths and not options.hosts:
+            options = on_hosts(options, paths, everyone().size)
+        asked = self.way_of(options)
+        choice = self._compile(program, asked, example)
+        keeping = keep_shards(asked, replicated_shards(choice.compiled, options, self._own_devices, leaves))
+        if keeping is not options:
+            with contextlib.suppress(StrategyError):  # they are replicated, and a warning says so
+                return self._compile(program, asked.by(keeping), example)
+        return choice
+
+    def _movable(self, traced: _Traced, choice: _Choice, example: Sequence[Leaf]) -> _Choice:
+        """Compiles again with tables moved that can't stay: to hosts if devices lack memory, or off hosts."""
+        counts = {"devices": 1 if self.devices is None else self.devices.count, "ranks": everyone().size}
+        compiled, _, options = choice
+        move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
+        if move is None:
+            return choice
+        options = move.options
+        if options.hosts:
+            check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
+        else:  # tables that came on hosts are none of the user's strategy
+            options = replace(options, strategy=without_hosts(self.options.strategy))
+        moved = self._compile(self._program(traced, options.devices), self.way_of(options), example)
+        return moved._replace(compiled=moved.compiled.with_reason(move.paths, move.reason))
+
+    def _compile(self, program: Program, asked: Way, example: Sequence[Leaf] | None) -> _Choice:
+        """Analyses, measures and compiles; once more without deferring a leaf's rows whenever these can't be."""
+        way = asked.resolve(self, program)
+        while True:
+            analysed = analyze_program(program, way)
+            try:
+                compiled = compile_program(analysed, way, way.measured(self, analysed, example))
+                tables = {k for space in analysed.program.facts.spaces for k in space.tables}
+                known = replayed_in_vain(compiled.program, tables, way.options)
+                if not known:
+                    break
+            except NotDeferrable as error:
+                known = dict.fromkeys(error.leaves, error.refusal)
+            way = way.by(replace(way.options, undeferred={**way.options.undeferred, **known}))
+        if self.processes is not None:
+            check_same_plan(self.processes, compiled)
+        return _Choice(compiled, way, asked.options)
+
+    @property
+    def _own_devices(self) -> Devices | None:
+        """The devices of this process's client, if clients train; else all."""
+        return self.devices if self.clients is None else self.clients.devices
 
     def may_follow(self, plan: Plan) -> bool:
         """Says whether an earlier plan may decide what the user left open: it is for as many devices, or hosts."""
@@ -179,16 +277,6 @@ class Planner:
         options = replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
         machine = replace(self.machine, rates=None, stages=None)
         return replace(self, options=options, machine=machine, in_stages=None)
-
-    @staticmethod
-    def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Leaf], clients: Clients) -> Sequence[Leaf]:
-        """Returns the first client's flat arguments: all clients plan by these, and so run one program. Collective if
-        the leaves are arrays."""
-        batch = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
-        if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
-            return leaves
-        theirs = dict(zip(batch, clients.first([local(leaves[k]) for k in batch]), strict=True))
-        return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
     def _check_job(self, leaves: Sequence[Leaf]) -> None:
         """Checks that this job's processes are connected, by MPI if the step needs it."""
@@ -218,64 +306,11 @@ class Planner:
             )
         return donate
 
-    def _exceeds_memory(self, compiled: Compiled) -> bool:
-        memory = self.machine.memory_bytes
-        return memory is not None and compiled.plan.state_bytes > state_budget(memory)
-
-    def _staged(
-        self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Leaf], number: int
-    ) -> tuple[PlannedStep | None, str]:
-        """Plans the call in stages, as its state doesn't fit otherwise. Returns None, and a note why, if it can't be
-        cut."""
-        note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
-        try:
-            planned = planner.plan(call, leaves, number, is_first=False)
-        except StrategyError as error:
-            return None, f"{note}, and in stages it doesn't run: {error}."
-        return replace(planned, notes=(*planned.notes, f"{note}, so it is run in stages.")), ""
-
-    def _rate_notes(self, compiled: Compiled) -> list[str]:
-        if self.machine.rates is None or not any(table.terms for table in compiled.plan.tables):
-            return []
-        note = assumed_note(self.machine.rates())
-        return [note] if note else []
-
     def plan_again(self, planned: PlannedStep, example: Sequence[Leaf] | None, headroom: float) -> Compiled:
         """Plans the step again with another example and headroom."""
         old = planned.compiled.analysed
         program = Program(block_of(planned.jaxpr), old.inputs, old.outputs, self.name)
-        return self._compile(program, planned.way.by(replace(planned.options, headroom=headroom)), example)[0]
-
-    def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
-        """Analyses, measures and compiles; once more without deferring a leaf's rows whenever these can't be."""
-        way = way.resolve(self, program)
-        while True:
-            analysed = analyze_program(program, way)
-            try:
-                compiled = compile_program(analysed, way, way.measured(self, analysed, example))
-                tables = {k for space in analysed.program.facts.spaces for k in space.tables}
-                known = replayed_in_vain(compiled.program, tables, way.options)
-                if not known:
-                    break
-            except NotDeferrable as error:
-                known = dict.fromkeys(error.leaves, error.refusal)
-            way = way.by(replace(way.options, undeferred={**way.options.undeferred, **known}))
-        if self.processes is not None:
-            check_same_plan(self.processes, compiled)
-        return compiled, way
-
-    def _written_for(self, call: Call) -> tuple[Callable[..., Pytree], Sequence[str]]:
-        """Returns the function to trace and notes. A per-device step (`axis_name=`) is first batched over all
-        devices."""
-        if self.per_device is None:
-            return self.fun, ()
-        given = (self.state_argnums, self.batch_argnums or (), self.static)
-        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
-
-    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Leaf]) -> Options:
-        """Returns the user's options; tables that come in host memory stay there."""
-        paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
-        return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, everyone().size)
+        return self._compile(program, planned.way.by(replace(planned.options, headroom=headroom)), example).compiled
 
     @property
     def choices(self) -> Mapping[str, str]:
