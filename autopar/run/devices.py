@@ -34,7 +34,6 @@ from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
 from autopar.compile import Compiled
 from autopar.ir.deferred import update_logs
 from autopar.ir.figures import NEAR
-from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Access, RowSpace
@@ -54,22 +53,6 @@ from autopar.tables.sharded import DeferredTable, Table, common_log
 CALLS, WAITING_CALLS = 32, 64
 #: Row numbers are cut into at most this many blocks; more are brought up to date by a program of their own size.
 _BLOCKS = 8
-
-
-def _stored(type_: ValueType, layout: tuple[RowLayout, int] | None) -> Leaf:
-    if layout is None:
-        return type_
-    return replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
-
-
-def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
-    """Returns the type of an array of whose `parts` shards along `axis` `type_` is one; `axis` None: it is whole."""
-    return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
-
-
-def _layout(bound: ProgramPlan, family: int) -> RowLayout | None:
-    family_plan = bound.family(family)
-    return None if family_plan is None else family_plan.layout
 
 
 class DevicesRunner(Runner):
@@ -96,51 +79,26 @@ class DevicesRunner(Runner):
         *,
         are_results_whole: bool = False,
     ) -> None:
+        ran = compiled.as_run
+        bound, analysed = ran.bound, ran.analysed
         self._out_tree = out_tree
         self._stack = None if compiled.stacked is None else StackedLeaves(compiled.stacked, devices, donate=donate)
-        compiled = compiled.as_run
-        bound, analysed = compiled.bound, compiled.analysed
         self._moves = Moves(analysed.name)
-        self._log_programs = [
-            DeviceLogPrograms(
-                tables,
-                [_layout(bound, e.params["family"]) for e in tables],
-                [analysed.ids[e.params["family"]].count for e in tables],
-                devices,
-            )
-            for tables in update_logs(compiled.program.block)
-        ]
-        parts = 1 if compiled.program.local is None else devices.count  # a device's own program has its part of a log
-        log_types = [
-            _whole_type(v.type, input_.entry_axis, parts)
-            for input_, v in zip(compiled.program.inputs, compiled.program.block.inputs, strict=True)
-            if input_.role == "log"
-        ]
-        log_shardings = [s for programs in self._log_programs for s in programs.shardings]
-        self._devices = devices
-        self._layouts = bound.layouts
-        self._shardings = [devices.sharding(*bound.placement(k)) for k in range(len(bound.placements))]
-        states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
-        self._donated = frozenset(states if donate else ())
-        copies = [devices.mesh.size // (1 if along is None else devices.count) for along in bound.placements]
-        self._kept = KeptPlacements(analysed, copies)
-        self._read_rows = None if states else ReadRows(analysed, self._kept)
+        self._arguments = arguments = _Arguments(analysed, bound, devices, donate=donate)
+        self._logs = logs = _Logs(ran, devices, arguments)
+        self._read_rows = None if arguments.states else ReadRows(analysed, arguments.kept)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
-        self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
-        self._types += log_types
-        self._in_shardings = (*self._shardings, *log_shardings)
-        self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
-        ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)
-        self._placed_together = frozenset(() if devices.processes.several else ordinary)
-        self._donate = donate
-        self._new_states = analysed.new_states
         self._count = len(analysed.outputs)  # a row count for each capacity may follow
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
         self._loads: collections.deque[Leaf] = collections.deque()
-        self._across, self._are_results_whole = devices.processes.several, are_results_whole
-        out_shardings = self._result_shardings(analysed, log_shardings, bool(bound.fallback))
-        order = donation_order(compiled.program.new_states, len(out_shardings))
+        self._across, everywhere = devices.processes.several, devices.sharding(None)
+        self._types, self._in_shardings = [*arguments.types, *logs.types], (*arguments.shardings, *logs.shardings)
+        own = _result_shardings(analysed, arguments.shardings, devices, are_results_whole=are_results_whole)
+        loads = [everywhere if self._across else None] if bound.fallback else []
+        out_shardings = (*own, *logs.shardings, *loads)
+        order = donation_order(ran.program.new_states, len(out_shardings))
         self._order = sorted(range(len(order)), key=order.__getitem__)
+        donated = (*arguments.states, *range(len(arguments.types), len(self._types))) if donate else ()
 
         def jitted(run: Callable[..., Sequence[Pytree]], *further: int) -> Any:
             def run_in_order(*leaves: Leaf) -> tuple[Leaf, ...]:
@@ -151,39 +109,15 @@ class DevicesRunner(Runner):
                 devices.mesh,
                 run_in_order,
                 in_shardings=self._in_shardings,
-                out_shardings=(*(out_shardings[k] for k in order), *[devices.sharding(None)] * len(further)),
-                donate_argnums=(*states, *range(len(analysed.inputs), len(self._types))) if donate else (),
+                out_shardings=(*(out_shardings[k] for k in order), *[everywhere] * len(further)),
+                donate_argnums=donated,
                 keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
             )
 
-        self._run = jitted(run)
-        self._call = self._run
+        self._run = self._call = jitted(run)
         if first is not None:
-            kept = {k: order.index(out) for k, out in compiled.program.new_states.items()}
-            first = jitted(first, len(order))
-            self._call = LateFallback(first, self._run, kept, self._lowered, self._across)
-
-    def _result_shardings(
-        self, analysed: Program, log_shardings: Sequence[NamedSharding], loads: bool
-    ) -> tuple[NamedSharding | None, ...]:
-        """Returns the results' shardings; None: XLA chooses.
-
-        New states have their own. Over several processes, results by example are sharded if possible, and the others
-        replicated, so that each process can read them.
-        """
-
-        def of(atom: Atom, state: int | None) -> NamedSharding | None:
-            if state is not None:
-                return self._shardings[state]
-            if not self._across or not isinstance(atom.type, ArrayType):
-                return None
-            axis = analysed.batch.get(atom) if isinstance(atom, Var) and not self._are_results_whole else None
-            return self._devices.sharding(axis if axis is None or atom.shape[axis] % self._devices.count == 0 else None)
-
-        pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
-        shardings = [of(atom, out.state) for atom, out in pairs]
-        more = [self._devices.sharding(None) if self._across else None] if loads else []
-        return (*shardings, *log_shardings, *more)
+            kept = {k: order.index(out) for k, out in ran.program.new_states.items()}
+            self._call = LateFallback(jitted(first, len(order)), self._run, kept, self._lowered, self._across)
 
     def lower(self) -> Any:
         """Lowers the step, with its fallback, at the plan's shapes. In one process later calls take this program."""
@@ -215,93 +149,22 @@ class DevicesRunner(Runner):
             leaves = list(map(unstacked, leaves))
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
-        leaves, earlier = self._logs(leaves) if self._log_programs else (leaves, [])
-        placed = self._placed_leaves(leaves)
-        pairs = zip(earlier, self._log_programs, strict=True)
+        leaves, earlier = self._logs.taken(leaves) if self._logs.programs else (leaves, [])
+        placed = self._arguments.place(leaves)
+        pairs = zip(earlier, self._logs.programs, strict=True)
         logs = [log or programs.begin([placed[k] for k in programs.leaves]) for log, programs in pairs]
         entries = [x for log in logs for x in log.entries]
-        forget(leaves[k] for k in self._donated)
+        forget(leaves[k] for k in self._arguments.donated)
         returned = self._call(*placed, *entries)
         results = [returned[k] for k in self._order]
         if len(results) > self._count + len(entries):
             self._loads.append(results.pop())
         if logs:
-            self._keep_logs(results, logs, len(entries))
+            self._logs.keep(results, logs, len(entries))
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
         return self._out_tree.unflatten(results if self._stack is None else self._stack.split(results))
-
-    def _placed_leaves(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
-        """Returns the arguments with the step's shardings, which most have already."""
-        placed = list(leaves)
-        elsewhere = [
-            k
-            for k, (leaf, home) in enumerate(zip(leaves, self._homes, strict=True))
-            if type(leaf) is not ConcreteArray
-            or ((sharding := leaf.sharding) is not home and sharding != home)
-            or leaf.is_deleted()
-        ]
-        batch = [k for k in elsewhere if k in self._placed_together and isinstance(leaves[k], np.ndarray)]
-        for k in elsewhere:
-            self._kept.look(k, leaves[k])
-        if batch:
-            arrays = jax.device_put([leaves[k] for k in batch], [self._shardings[k] for k in batch])
-            for k, array in zip(batch, arrays, strict=True):
-                placed[k] = array
-        for k in elsewhere:
-            if k not in batch:
-                placed[k] = self._placed(k, leaves[k])
-        if any(placed[k].is_deleted() for k in elsewhere):  # on several devices the runtime would crash
-            raise RuntimeError("an argument was donated to an earlier call")
-        self._separate(leaves, placed, elsewhere)
-        return placed
-
-    def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
-        """Copies state leaves that share a buffer with another leaf. `elsewhere`: indices of leaves placed by this
-        call."""
-        placed_now = self._donated.intersection(elsewhere)
-        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
-            own = with_own_buffers(leaves, self._donated)
-            for k in self._donated:
-                if own[k] is not leaves[k]:
-                    placed[k] = self._placed(k, own[k])
-        if len(set(map(id, placed))) == len(placed):
-            return
-        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._donated}
-        for k in sorted(self._donated):
-            if id(placed[k]) in held:
-                placed[k] = copied(placed[k])
-            held.add(id(placed[k]))
-
-    def _logs(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[UpdateLog[DeviceLogPrograms] | None]]:
-        """Returns the leaves as stored, and their update logs; None for a log that begins with this call."""
-        leaves = list(leaves)
-        logs = [common_log([leaves[k] for k in programs.leaves], programs) for programs in self._log_programs]
-        known = {id(log) for log in logs if log is not None}
-        members = {k for programs in self._log_programs for k in programs.leaves}
-        for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
-            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in known:
-                leaves[k] = leaf.materialize() if self._donate else leaf.current()
-        for programs, log in zip(self._log_programs, logs, strict=True):
-            if log is not None:
-                log.make_room()
-                for k, stored in zip(programs.leaves, log.leaves, strict=True):
-                    leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
-        return leaves, logs
-
-    def _keep_logs(self, results: list[Leaf], logs: Sequence[UpdateLog[DeviceLogPrograms]], count: int) -> None:
-        """Takes the update logs (`count` entries) off the end of the results, and makes deferred tables of their
-        leaves."""
-        rest, results[-count:] = results[-count:], []
-        for programs, before in zip(self._log_programs, logs, strict=True):
-            length = len(before.entries)
-            entries, rest = rest[:length], rest[length:]
-            outs = [self._new_states[k] for k in programs.leaves]
-            log = before.after([results[out] for out in outs], entries)
-            # Leaves that the step only reads are among them: they mustn't change before the update is replayed.
-            for n, out in enumerate(outs):
-                results[out] = DeferredTable(log, n)
 
     def loads(self) -> Sequence[int] | None:
         """Returns the number of rows that earlier calls needed of each capacity; None if none came near it.
@@ -316,8 +179,76 @@ class DevicesRunner(Runner):
                 most = loads if most is None else np.maximum(most, loads)
         return None if most is None else most.tolist()
 
+
+class _Arguments:
+    """Places the arguments of a step on several devices.
+
+    Attributes:
+      states, donated: Inputs that are state, and those of them whose arrays the step takes over.
+      types: The inputs' types as they are stored.
+      shardings: Their shardings.
+      kept: Placements of arguments that stay the same from call to call.
+    """
+
+    def __init__(self, program: Program, bound: ProgramPlan, devices: Devices, *, donate: bool) -> None:
+        self._devices, self._layouts = devices, bound.layouts
+        self.states = [k for k, input_ in enumerate(program.inputs) if input_.role == "state"]
+        self.donated = frozenset(self.states if donate else ())
+        self.types: list[ValueType] = [v.type for v in program.block.inputs]
+        for k, (layout, axis) in bound.layouts.items():
+            self.types[k] = replace(self.types[k], shape=resized(self.types[k].shape, axis, layout.stored))
+        self.shardings = [devices.sharding(*bound.placement(k)) for k in range(len(bound.placements))]
+        copies = [devices.mesh.size // (1 if along is None else devices.count) for along in bound.placements]
+        self.kept = KeptPlacements(program, copies)
+        self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self.shardings)]
+        self._across = devices.processes.several
+        ordinary = (k for k in range(len(program.inputs)) if k not in self.donated and k not in self._layouts)
+        self._placed_together = frozenset(() if self._across else ordinary)
+
+    def place(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
+        """Returns the arguments with the step's shardings, which most have already."""
+        placed = list(leaves)
+        elsewhere = [
+            k
+            for k, (leaf, home) in enumerate(zip(leaves, self._homes, strict=True))
+            if type(leaf) is not ConcreteArray
+            or ((sharding := leaf.sharding) is not home and sharding != home)
+            or leaf.is_deleted()
+        ]
+        batch = [k for k in elsewhere if k in self._placed_together and isinstance(leaves[k], np.ndarray)]
+        for k in elsewhere:
+            self.kept.look(k, leaves[k])
+        if batch:
+            arrays = jax.device_put([leaves[k] for k in batch], [self.shardings[k] for k in batch])
+            for k, array in zip(batch, arrays, strict=True):
+                placed[k] = array
+        for k in elsewhere:
+            if k not in batch:
+                placed[k] = self._placed(k, leaves[k])
+        if any(placed[k].is_deleted() for k in elsewhere):  # on several devices the runtime would crash
+            raise RuntimeError("an argument was donated to an earlier call")
+        self._separate(leaves, placed, elsewhere)
+        return placed
+
+    def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
+        """Copies state leaves that share a buffer with another leaf. `elsewhere`: indices of leaves placed by this
+        call."""
+        placed_now = self.donated.intersection(elsewhere)
+        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
+            own = with_own_buffers(leaves, self.donated)
+            for k in self.donated:
+                if own[k] is not leaves[k]:
+                    placed[k] = self._placed(k, own[k])
+        if len(set(map(id, placed))) == len(placed):
+            return
+        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self.donated}
+        for k in sorted(self.donated):
+            if id(placed[k]) in held:
+                placed[k] = copied(placed[k])
+            held.add(id(placed[k]))
+
     def _placed(self, k: int, leaf: Leaf) -> Leaf:
-        own, sharding, layout = k in self._donated, self._shardings[k], self._layouts.get(k)
+        own, sharding, layout = k in self.donated, self.shardings[k], self._layouts.get(k)
         if isinstance(leaf, DeferredTable):  # what is only read needs no copy
             leaf = leaf.materialize() if own else leaf.current()
         if isinstance(leaf, Table) and layout is not None and leaf.layout == layout[0]:
@@ -329,19 +260,94 @@ class DevicesRunner(Runner):
             if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):  # the same buffers, to be donated if it is state
                 return jax.device_put(leaf, sharding)
         if not own:
-            return self._kept.placed(k, leaf, (sharding, layout), functools.partial(self._moved, k))
+            return self.kept.placed(k, leaf, (sharding, layout), functools.partial(self._moved, k))
         return self._moved(k, leaf)
 
     def _moved(self, k: int, leaf: Leaf) -> jax.Array:
         """Brings an argument from elsewhere. The user's own array stays valid, whatever happens to the result."""
-        layout, own = self._layouts.get(k), k in self._donated
+        layout, own = self._layouts.get(k), k in self.donated
         if is_table(leaf):
             leaf = leaf.materialize()
         elif own and layout is None and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
             leaf = copied(leaf)
         if layout is not None:
             return placed(leaf, *layout, self._devices)
-        return place_array(leaf, self._shardings[k], own=own or isinstance(leaf, jax.Array))
+        return place_array(leaf, self.shardings[k], own=own or isinstance(leaf, jax.Array))
+
+
+class _Logs:
+    """The update logs of a step's deferred tables.
+
+    Attributes:
+      programs: The programs of each log.
+      types, shardings: Those of all logs' entries, which follow the step's own arguments and results.
+    """
+
+    def __init__(self, compiled: Compiled, devices: Devices, arguments: _Arguments) -> None:
+        ids, new_states = compiled.analysed.ids, compiled.analysed.new_states
+        layouts = {family.family: family.layout for family in compiled.bound.families}
+        self._arguments, self._layouts, self._new_states = arguments, compiled.bound.layouts, new_states
+        self.programs: list[DeviceLogPrograms] = []
+        for flushes in update_logs(compiled.program.block):
+            families = [e.params["family"] for e in flushes]
+            counts = [ids[family].count for family in families]
+            self.programs.append(DeviceLogPrograms(flushes, list(map(layouts.get, families)), counts, devices))
+        self.shardings = [s for programs in self.programs for s in programs.shardings]
+        parts = 1 if compiled.program.local is None else devices.count  # a device's own program has its part of a log
+        self.types = [
+            v.type if (axis := input_.entry_axis) is None else v.type.resized(axis, parts * v.type.shape[axis])
+            for v, input_ in compiled.program.named_inputs
+            if input_.role == "log"
+        ]
+
+    def taken(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[UpdateLog[DeviceLogPrograms] | None]]:
+        """Returns the leaves as stored, and their update logs; None for a log that begins with this call."""
+        leaves = list(leaves)
+        logs = [common_log([leaves[k] for k in programs.leaves], programs) for programs in self.programs]
+        known = {id(log) for log in logs if log is not None}
+        members = {k for programs in self.programs for k in programs.leaves}
+        for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in known:
+                leaves[k] = leaf.materialize() if self._arguments.donated else leaf.current()
+        for programs, log in zip(self.programs, logs, strict=True):
+            if log is not None:
+                log.make_room()
+                for k, stored in zip(programs.leaves, log.leaves, strict=True):
+                    leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
+        return leaves, logs
+
+    def keep(self, results: list[Leaf], logs: Sequence[UpdateLog[DeviceLogPrograms]], count: int) -> None:
+        """Takes the update logs (`count` entries) off the end of the results, and makes deferred tables of their
+        leaves."""
+        rest, results[-count:] = results[-count:], []
+        for programs, before in zip(self.programs, logs, strict=True):
+            length = len(before.entries)
+            entries, rest = rest[:length], rest[length:]
+            outs = [self._new_states[k] for k in programs.leaves]
+            log = before.after([results[out] for out in outs], entries)
+            # Leaves that the step only reads are among them: they mustn't change before the update is replayed.
+            for n, out in enumerate(outs):
+                results[out] = DeferredTable(log, n)
+
+
+def _result_shardings(
+    program: Program, shardings: Sequence[NamedSharding], devices: Devices, *, are_results_whole: bool
+) -> list[NamedSharding | None]:
+    """Returns the shardings of a step's results; None: XLA chooses.
+
+    New states have their own (`shardings`, by input). Over several processes, results by example are sharded if
+    possible, and the others replicated, so that each process can read them.
+    """
+
+    def of(atom: Atom, state: int | None) -> NamedSharding | None:
+        if state is not None:
+            return shardings[state]
+        if not devices.processes.several or not isinstance(atom.type, ArrayType):
+            return None
+        axis = program.batch.get(atom) if isinstance(atom, Var) and not are_results_whole else None
+        return devices.sharding(axis if axis is None or atom.shape[axis] % devices.count == 0 else None)
+
+    return [of(atom, out.state) for atom, out in zip(program.block.outputs, program.outputs, strict=True)]
 
 
 class LateFallback:

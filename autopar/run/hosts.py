@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -25,7 +26,6 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.rowspace import RowSpace
 from autopar.ir.stacked import StackedTable
 from autopar.ir.strategy import is_on
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
@@ -42,6 +42,20 @@ from autopar.tables.kinds import is_table
 from autopar.ways.way import Way
 
 
+@dataclass
+class _LastStep:
+    """What the next step takes over from the last one."""
+
+    segmented: SegmentedProgram | None = None  #: Its program, with which the next step begins.
+    needed: Rows = field(default_factory=dict)  #: Row counts that it needed.
+    #: Routes of dense leaves. Every step requests all of their rows, so the first step's routes serve all steps.
+    routes: Mapping[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
+    #: The next step, as far as it ran beside it, and the leaves of its batch.
+    ahead: tuple[Ahead, Mapping[int, weakref.ref[Leaf]]] | None = None
+    #: Dense leaves of the state that it returned.
+    returned: Mapping[int, weakref.ref[Leaf]] = field(default_factory=dict)
+
+
 class HostRunner(Runner):
     """Places a step's arguments, and runs its programs, which it compiles for each shape bucket that batches need."""
 
@@ -50,86 +64,46 @@ class HostRunner(Runner):
     def __init__(
         self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: PyTreeDef, donate: bool
     ) -> None:
-        self._out_tree = out_tree
-        self._local = known(compiled.program.local)
-        self._donate = donate
+        self._out_tree, self._donate = out_tree, donate
+        self._local, self._updated = known(compiled.program.local), compiled.analysed.new_states
+        self._hosted = _hosted(compiled.analysed, compiled.bound)  #: The caller's tables on hosts.
         stack, run = compiled.stacked, compiled.as_run
-        #: The caller's tables on hosts, and the outputs that are their new values.
-        self._hosted, self._updated = _hosted(compiled.analysed, compiled.bound), compiled.analysed.new_states
-        bound, self._program = run.bound, run.analysed
+        self._bound, self._program = bound, program = run.bound, run.analysed
+        _check_leaves_on_devices(program, bound)
         #: For each input and output of the program the caller's index; a stack of tables has several.
-        self._callers_inputs: Sequence[int | StackedTable] = range(len(self._program.inputs))
-        self._callers_outputs: Sequence[Sequence[int]] = [(k,) for k in range(len(self._program.outputs))]
+        self._callers_inputs: Sequence[int | StackedTable] = range(len(program.inputs))
+        self._callers_outputs: Sequence[Sequence[int]] = [(k,) for k in range(len(program.outputs))]
         if stack is not None:
             self._callers_inputs, self._callers_outputs = stack.inputs, stack.outputs
-        self._bound = bound
-        self._check_leaves_on_devices()
-        exchange_ = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
-        bucket_bytes = None
-        if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
-            exchange_.rings_from, bucket_bytes = reductions_here()
-        self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
-        self._way = in_buckets(bucket_bytes)
-        self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
-        copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
-        self._kept = KeptPlacements(self._program, copies)
-        self._tables = _hosted(self._program, bound)
-        read = {*self._program.block.outputs, *(a for e in self._program.block.equations for a in e.inputs)}
-        self._unread = {k for k, leaf in enumerate(self._program.block.inputs) if leaf not in read}
-        self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
-        self._new = {out: k for k, out in self._program.new_states.items()}
+        self._begin_ranks(compiled, in_buckets)
+        self._arguments = arguments = _Arguments(program, bound, self._ranks)
+        self._tables = _hosted(program, bound)
+        self._dense = frozenset(arguments.states - set(self._tables))  #: Dense leaves of the state.
+        self._new = {out: k for k, out in program.new_states.items()}
         #: Outputs that are unchanged inputs: a table before its update, or examples -> the input.
         self._unchanged = {
             out: k
-            for out, atom in enumerate(self._program.block.outputs)
-            for k, input_ in enumerate(self._program.block.inputs)
+            for out, atom in enumerate(program.block.outputs)
+            for k, input_ in enumerate(program.block.inputs)
             if atom is input_ and out not in self._new
-            if k in self._tables or (k not in self._states and bound.placements[k] is not None)
+            if k in self._tables or (k not in arguments.states and bound.placements[k] is not None)
         }
-        count, there = bound.devices, [f for f in bound.families if f.on_hosts]
-        limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
-        #: Two rows at least: a reshape couldn't tell an axis of one row from others.
-        least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
-        for space in self._program.facts.spaces:
-            is_fixed = space.is_pulled or not _has_dynamic_ids(space)  # the same rows for every batch
-            if space.family in least and (space.depends_on or is_fixed):
-                least[space.family] = limits[space.family]
-        self._buckets = ShapeBuckets(least, limits)
-        self._pulled = {f.family for f in there if f.table.pulled}
+        self._buckets = _shape_buckets(program, bound)
+        self._pulled = {f.family for f in bound.families if f.on_hosts and f.table.pulled}
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
         self._log_programs = [HostLogPrograms(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, SegmentedProgram] = {}
-        #: The last step's program; the next step begins with it.
-        self._segmented: SegmentedProgram | None = None
-        self._is_first = True
-        #: Row counts that the last step needed.
-        self._needed: Rows = {}
-        #: Routes of dense leaves. Every step requests all of their rows, so the first step's routes serve all steps.
-        self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
-        #: The next step, as far as it ran beside the last one, and the leaves of its batch.
-        self._ahead: tuple[Ahead, Mapping[int, weakref.ref[Leaf]]] | None = None
-        #: Dense leaves of the state that the last step returned.
-        self._returned: dict[int, weakref.ref[Leaf]] = {}
+        self._last, self._is_first = _LastStep(), True
 
-    def _check_leaves_on_devices(self) -> None:
-        """Raises StrategyError if, beside tables on hosts, there are dense shards on devices; or tables by rows on
-        devices, with several ranks or deferred rows."""
-        if self._bound.shards:
-            path, ranks = self._program.inputs[min(self._bound.shards)].path, self._bound.devices
-            raise StrategyError(
-                f"strategy: {path} can't be in shards on devices ('ps') beside tables on the hosts of {ranks} ranks. "
-                "Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
-            )
-        there = {f.family: f.method for f in self._bound.families if not f.on_hosts}
-        spaces = [s for s in self._program.facts.spaces if s.family in there]
-        space = next((s for s in spaces if s.deferred), spaces[0] if spaces else None)
-        if space is not None and (self._bound.devices > 1 or space.deferred):
-            path, ranks = self._program.inputs[space.tables[0]].path, self._bound.devices
-            raise StrategyError(
-                f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
-                f"of {ranks} rank{'s' * (ranks > 1)}. Give it ('ps', 'hosts') as well, or leave it to 'auto' or "
-                "'allreduce'"
-            )
+    def _begin_ranks(self, compiled: Compiled, in_buckets: Callable[[int | None], Way]) -> None:
+        """Begins this rank's exchanges, in rings and buckets as they were measured. Collective."""
+        exchange_ = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
+        is_by_mpi, bucket_bytes = compiled.plan.reduction_backend == "mpi", None
+        if exchange_.size > 1 and is_by_mpi:
+            exchange_.rings_from, bucket_bytes = reductions_here()
+        self._ranks = Ranks(exchange_, joint=not is_by_mpi, devices=self._bound.rank_devices)
+        self._way = in_buckets(bucket_bytes)
+        self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
 
     @property
     def ranks(self) -> Ranks:
@@ -144,11 +118,11 @@ class HostRunner(Runner):
         tables = self._stacked(shards)
         own = self._separated([leaves[k] if isinstance(k, int) else None for k in self._callers_inputs])
         logs, lagging = self._logs(tables)
-        inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(own)]
+        inputs = [tables[k] if k in tables else self._arguments.place(k, leaf) for k, leaf in enumerate(own)]
         inputs += [x for log in logs for x in log.entries]
         before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._unchanged.items()}
-        needs = {f: self._needed[f] for f in self._routes}
-        step = RunningStep({}, dict(self._routes), needs, lagging=lagging, is_first=self._is_first)
+        needs = {f: self._last.needed[f] for f in self._last.routes}
+        step = RunningStep({}, dict(self._last.routes), needs, lagging=lagging, is_first=self._is_first)
         self._is_first = False  # on all ranks, even if the step fails
         known = self.upcoming if self._prefetches else None
         step.looks_ahead = known is not None
@@ -164,7 +138,7 @@ class HostRunner(Runner):
                 self._new_handles(leaves, shards)
             raise
         new = self._new_handles(leaves, shards)
-        self._returned = {
+        self._last.returned = {
             k: weakref.ref(returned[out])
             for out, k in self._new.items()
             if k not in self._tables and isinstance(returned[out], jax.Array)
@@ -178,9 +152,9 @@ class HostRunner(Runner):
 
         `upcoming`: the known arguments of the next call, by index.
         """
-        segmented = self._segmented or self._compiled_for(self._buckets.least)
+        segmented = self._last.segmented or self._compiled_for(self._buckets.least)
         while True:
-            is_known = self._segmented in (None, segmented)  # the caller announces the first compilation
+            is_known = self._last.segmented in (None, segmented)  # the caller announces the first compilation
             following, batch = self._begin_next(segmented, upcoming)
             step.following = following
             try:
@@ -190,10 +164,10 @@ class HostRunner(Runner):
             except OtherShapes as other:
                 segmented = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
             finally:
-                self._ahead = (following, batch) if following is not None and following.is_there else None
-        self._segmented = segmented
-        self._needed = step.needs
-        self._routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
+                self._last.ahead = (following, batch) if following is not None and following.is_there else None
+        self._last.segmented = segmented
+        self._last.needed = step.needs
+        self._last.routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
         return results
 
     # --- the part of a step that runs beside the one before it ---
@@ -206,7 +180,7 @@ class HostRunner(Runner):
         known = {k: at for k in numbers if isinstance(at := self._callers_inputs[k], int) and at in upcoming}
         if not numbers or len(known) < len(numbers):
             return None, {}
-        ahead = segmented.begin([self._placed(k, upcoming[at]) for k, at in known.items()])
+        ahead = segmented.begin([self._arguments.place(k, upcoming[at]) for k, at in known.items()])
         return ahead, {at: weakref.ref(upcoming[at]) for at in known.values()}
 
     def _use_ahead(self, step: RunningStep, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> None:
@@ -214,13 +188,13 @@ class HostRunner(Runner):
 
         Nothing if a rank gets another batch; routes alone if tables were written in between, or rows don't fit.
         """
-        if self._ahead is None:
+        if self._last.ahead is None:
             return
-        (ahead, batch), self._ahead = self._ahead, None
+        (ahead, batch), self._last.ahead = self._last.ahead, None
         usable = 0
         if all(leaf() is leaves[k] for k, leaf in batch.items()):
             current = [tables[k] for k in ahead.segmented.ahead_tables]
-            is_same = ahead.segmented is self._segmented and ahead.fits
+            is_same = ahead.segmented is self._last.segmented and ahead.fits
             is_same = is_same and all(ahead.versions.get(table) == table.version for table in current)
             usable = 2 if ahead.fetched and is_same else 1
         usable = self._ranks.least(usable)
@@ -263,7 +237,7 @@ class HostRunner(Runner):
 
     def _try_smaller_bucket(self) -> None:
         """Compiles a smaller bucket if recent steps needed far fewer rows; drops it if that saves nothing."""
-        smaller = self._buckets.ran(self._needed) if self._needed else None
+        smaller = self._buckets.ran(self._last.needed) if self._last.needed else None
         if smaller is not None and self._compiled_for(smaller).once_per_row is None:
             self._buckets.drop(smaller)  # without such values no work depends on the bucket
             del self._programs[smaller]
@@ -276,14 +250,14 @@ class HostRunner(Runner):
     @property
     def once_per_row(self) -> OncePerRow | None:
         """The values that the last step's program computed once per distinct row, if any."""
-        return self._segmented.once_per_row if self._segmented is not None else None
+        return self._last.segmented.once_per_row if self._last.segmented is not None else None
 
     def _compiled_for(self, bucket: ShapeBucket) -> SegmentedProgram:
         segmented = self._programs.get(bucket)
         if segmented is None:
             plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._way)
-            donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_joint else ())
+            donated = self._dense if self._donate and not self._ranks.is_joint else frozenset[int]()
             mark(self._ranks.step, "compiling", "compiles")
             segmented = SegmentedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
             self._programs[bucket] = segmented
@@ -346,18 +320,51 @@ class HostRunner(Runner):
         """Copies leaves of the state that share a buffer with another leaf."""
         if not self._donate or self._ranks.is_joint or self._are_own(leaves):
             return leaves
-        return with_own_buffers(leaves, self._states - set(self._tables))
+        return with_own_buffers(leaves, self._dense)
 
     def _are_own(self, leaves: Sequence[Leaf]) -> bool:
         """Says whether the last step returned this state, and no other argument shares its arrays."""
-        if not self._returned:
-            return False
-        own = {id(leaves[k]) for k in self._returned}
-        if len(own) < len(self._returned) or any(id(x) in own for k, x in enumerate(leaves) if k not in self._returned):
+        returned = self._last.returned
+        own = {id(leaves[k]) for k in returned}
+        if not own or len(own) < len(returned) or any(id(x) in own for k, x in enumerate(leaves) if k not in returned):
             return False  # leaves with the same new value are one array
-        return all(returned() is leaves[k] for k, returned in self._returned.items())
+        return all(new() is leaves[k] for k, new in returned.items())
 
-    def _placed(self, k: int, leaf: Leaf) -> Leaf:
+    def _result(self, out: int, value: Leaf) -> Leaf:
+        if self._new.get(out) in self._tables:
+            return value
+        if isinstance(value, HostRows):
+            return _read(value)
+        state, ranks = self._local.outputs[out], self._ranks
+        if isinstance(state, Spread) and not (state.owner or ranks.is_joint) and ranks.exchange.size > 1:
+            return self._global_array(value, state.axis)
+        return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
+
+    def _on_all(self, result: Leaf) -> Leaf:
+        """Replicates a result on every rank; tables stay as they are."""
+        with PROGRESS.during("gathering results", "waits") if global_arrays.is_global(result) else nullcontext():
+            return self._ranks.own(global_arrays.whole_everywhere(result))
+
+    def _global_array(self, part: Leaf, along: int) -> jax.Array:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
+        spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
+        shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+
+class _Arguments:
+    """Places a step's arguments, but for tables on hosts, as the device programs take them."""
+
+    def __init__(self, program: Program, bound: ProgramPlan, ranks: Ranks) -> None:
+        self._program, self._bound, self._ranks = program, bound, ranks
+        copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
+        self._kept = KeptPlacements(program, copies)
+        read = {*program.block.outputs, *(a for e in program.block.equations for a in e.inputs)}
+        self._unread = {k for k, leaf in enumerate(program.block.inputs) if leaf not in read}
+        self.states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
+
+    def place(self, k: int, leaf: Leaf) -> Leaf:
         """Places an argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
@@ -370,7 +377,7 @@ class HostRunner(Runner):
             place = functools.partial(self._whole, k, along)
         else:
             place = functools.partial(self._part, along)
-        if k in self._states:
+        if k in self.states:
             return place(leaf)
         if isinstance(leaf, np.ndarray):  # a global array has a part on each rank already
             self._kept.look(k, leaf)
@@ -413,27 +420,39 @@ class HostRunner(Runner):
             return jax.device_put(own, ranks.sharding(along))
         return jax.make_array_from_process_local_data(ranks.sharding(along), own, leaf.shape)
 
-    def _result(self, out: int, value: Leaf) -> Leaf:
-        if self._new.get(out) in self._tables:
-            return value
-        if isinstance(value, HostRows):
-            return _read(value)
-        state, ranks = self._local.outputs[out], self._ranks
-        if isinstance(state, Spread) and not (state.owner or ranks.is_joint) and ranks.exchange.size > 1:
-            return self._global_array(value, state.axis)
-        return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
-    def _on_all(self, result: Leaf) -> Leaf:
-        """Replicates a result on every rank; tables stay as they are."""
-        with PROGRESS.during("gathering results", "waits") if global_arrays.is_global(result) else nullcontext():
-            return self._ranks.own(global_arrays.whole_everywhere(result))
+def _check_leaves_on_devices(program: Program, bound: ProgramPlan) -> None:
+    """Raises StrategyError if, beside tables on hosts, there are dense shards on devices; or tables by rows on
+    devices, with several ranks or deferred rows."""
+    if bound.shards:
+        path, ranks = program.inputs[min(bound.shards)].path, bound.devices
+        raise StrategyError(
+            f"strategy: {path} can't be in shards on devices ('ps') beside tables on the hosts of {ranks} ranks. "
+            "Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+        )
+    there = {f.family: f.method for f in bound.families if not f.on_hosts}
+    spaces = [s for s in program.facts.spaces if s.family in there]
+    space = next((s for s in spaces if s.deferred), spaces[0] if spaces else None)
+    if space is not None and (bound.devices > 1 or space.deferred):
+        path, ranks = program.inputs[space.tables[0]].path, bound.devices
+        raise StrategyError(
+            f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
+            f"of {ranks} rank{'s' * (ranks > 1)}. Give it ('ps', 'hosts') as well, or leave it to 'auto' or "
+            "'allreduce'"
+        )
 
-    def _global_array(self, part: Leaf, along: int) -> jax.Array:
-        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
-        spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
-        shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
-        sharding = jax.sharding.NamedSharding(mesh, spec)
-        return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+def _shape_buckets(program: Program, bound: ProgramPlan) -> ShapeBuckets:
+    count, there = bound.devices, [f for f in bound.families if f.on_hosts]
+    limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
+    #: Two rows at least: a reshape couldn't tell an axis of one row from others.
+    least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
+    for space in program.facts.spaces:
+        has_dynamic_ids = any(a.equation.op not in ("slice", "pad") for a in space.accesses)
+        is_fixed = space.is_pulled or not has_dynamic_ids  # the same rows for every batch
+        if space.family in least and (space.depends_on or is_fixed):
+            least[space.family] = limits[space.family]
+    return ShapeBuckets(least, limits)
 
 
 def _hosted(program: Program, bound: ProgramPlan) -> dict[int, tuple[int, RowLayout, str]]:
@@ -452,10 +471,6 @@ def _read(value: Leaf) -> jax.Array:
     if isinstance(value, HostRows):
         return HostTable(value).materialize()
     return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)
-
-
-def _has_dynamic_ids(space: RowSpace) -> bool:
-    return any(a.equation.op not in ("slice", "pad") for a in space.accesses)
 
 
 def _is_pulled_alone(block: Block, k: int) -> bool:
