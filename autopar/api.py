@@ -11,7 +11,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, check_whole
 from autopar.ir.options import Options
 from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.ir.pipeline import Pipeline
@@ -187,8 +187,7 @@ def parallelize(
     check_batch_axis(batch_axis)
     static = static_arguments(step, static_argnums, static_argnames)
     donated = donated_arguments(step, donate_argnums, donate_argnames, static, donate)
-    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
-        raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
+    check_whole("microbatches=%r", microbatches)
     way = way_for(sync, pipeline, strategy)
     if mesh is None and not way.is_made_at_once and not jax_compat.backend_is_up():
         return LazyStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)

@@ -6,6 +6,8 @@ Every message says what is wrong, where (the user's file and line, where there i
 from __future__ import annotations
 
 import functools
+import math
+import numbers
 import os
 import sys
 import sysconfig
@@ -94,6 +96,17 @@ class LoneClientWarning(UserWarning):
 
 class StateWarning(UserWarning):
     """Something looks like state and isn't treated so: the step runs plain, or drops a part's new value."""
+
+
+def is_number(value: object) -> bool:
+    """Says whether a user's value is a finite number."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_whole(what: str, value: object, least: int = 1, otherwise: str = "", of: str = "") -> None:
+    """Raises ArgumentsError if a user's value is no whole number from `least` on. `what`: its name, with %r for it."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ArgumentsError(f"{what % (value,)}: give a whole number{of}, {least} or more{otherwise}")
 
 
 def note_lost_rows(error: BaseException) -> None:

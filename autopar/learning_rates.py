@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, check_whole, is_number
 
 
 def large_batch_schedule(
@@ -56,14 +56,13 @@ def large_batch_schedule(
       >>> tx = optax.sgd(rate, momentum=0.9)
     """
     for name, count in (("base_batch", base_batch), ("batch", batch), ("steps_per_epoch", steps_per_epoch)):
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ArgumentsError(f"large_batch_schedule({name}={count!r}): give a whole number, 1 or more")
-    if not _is_number(learning_rate) or learning_rate <= 0:
+        check_whole(f"large_batch_schedule({name}=%r)", count)
+    if not is_number(learning_rate) or learning_rate <= 0:
         raise ArgumentsError(f"large_batch_schedule(learning_rate={learning_rate!r}): give a number above 0")
     for name, epochs in (("warmup_epochs", warmup_epochs), ("constant_epochs", constant_epochs)):
-        if not _is_number(epochs) or epochs < 0:
+        if not is_number(epochs) or epochs < 0:
             raise ArgumentsError(f"large_batch_schedule({name}={epochs!r}): give a number of epochs, 0 or more")
-    if not _is_number(decay) or not 0 < decay <= 1:
+    if not is_number(decay) or not 0 < decay <= 1:
         raise ArgumentsError(f"large_batch_schedule(decay={decay!r}): give a factor above 0 and up to 1")
     import optax
 
@@ -76,7 +75,3 @@ def large_batch_schedule(
         optax.exponential_decay(scaled * decay, steps_per_epoch, decay, staircase=True),
     ]
     return optax.join_schedules(schedules, [warm, steady])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

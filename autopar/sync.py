@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.errors import ArgumentsError, StabilityWarning, warn
+from autopar.errors import ArgumentsError, StabilityWarning, check_whole, is_number, warn
 from autopar.jax_types import Pytree
 
 
@@ -90,7 +90,7 @@ class _Bounded(Replicated):
             value = getattr(self, name)
             if value is None or (name == "curvature" and value == "measure"):
                 continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            if not is_number(value) or value <= 0:
                 measured = ', or "measure"' * (name == "curvature")
                 raise ArgumentsError(f"{way}({name}={value!r}): give a number above 0{measured}, or leave it out")
 
@@ -127,7 +127,7 @@ class Average(Replicated):
 
     def __post_init__(self) -> None:
         for name, least in (("every", 1), ("fragments", 1), ("delay", 0)):
-            _check_whole(f"Average({name}=%r)", getattr(self, name), least)
+            check_whole(f"Average({name}=%r)", getattr(self, name), least)
         if self.every % self.fragments:
             raise ArgumentsError(
                 f"Average(every={self.every}, fragments={self.fragments}): fragments are averaged in turn, at equal "
@@ -195,8 +195,8 @@ class Async:
         check_clients(self.clients)
         check_clients(self.servers, "servers")
         if self.staleness is not None:
-            _check_whole("Async(staleness=%r)", self.staleness, 0, ", or None for no bound")
-        _check_whole("Async(warmup=%r)", self.warmup, 0)
+            check_whole("Async(staleness=%r)", self.staleness, 0, ", or None for no bound")
+        check_whole("Async(warmup=%r)", self.warmup, 0)
 
     @property
     def is_joined(self) -> bool:
@@ -243,11 +243,11 @@ class Elastic(_Bounded):
 
     def __post_init__(self) -> None:
         check_clients(self.servers, "servers")
-        if not isinstance(self.alpha, int | float) or isinstance(self.alpha, bool) or not 0 < self.alpha < 1:
+        if not is_number(self.alpha) or not 0 < self.alpha < 1:
             raise ArgumentsError(
                 f"Elastic(alpha={self.alpha!r}): give a number above 0 and below 1, such as 0.9 / workers"
             )
-        _check_whole("Elastic(interval=%r)", self.interval, 1)
+        check_whole("Elastic(interval=%r)", self.interval, 1)
         super().__post_init__()
 
     @property
@@ -384,9 +384,4 @@ def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, sy
 def check_clients(count: object, noun: str = "clients") -> None:
     """Checks a number of clients, or of something else, or raises ArgumentsError."""
     if count is not None:
-        _check_whole(f"{noun}=%r", count, 1, ", or leave it out", of=f" of {noun}")
-
-
-def _check_whole(what: str, value: object, least: int, otherwise: str = "", of: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ArgumentsError(f"{what % (value,)}: give a whole number{of}, {least} or more{otherwise}")
+        check_whole(f"{noun}=%r", count, 1, ", or leave it out", of=f" of {noun}")

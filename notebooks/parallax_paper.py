@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.cost import Link
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, Link
 from autopar.measure.cluster import Cluster
 
 CLUSTER = Cluster.named("parallax-8x6")

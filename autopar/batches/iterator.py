@@ -8,13 +8,12 @@ don't come. The exchange is on the host (`launch.group`) and doesn't wait for st
 from __future__ import annotations
 
 import collections
-import dataclasses
 import hashlib
 import itertools
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -63,7 +62,7 @@ def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start:
         assert part is not None, "a source without any batch was found above"
         rank, count = processes.rank, len(sizes)
         held = Held(((rank * full, (rank + 1) * full),))
-        yield dataclasses.replace(filled(part, full), number=number, total=count * full, reals=sizes, held=held)
+        yield replace(filled(part, full), number=number, total=count * full, reals=sizes, held=held)
 
 
 def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, processes: StoreGroup) -> None:

@@ -6,10 +6,9 @@ A process reads whole batches of a stream, but only those indexed examples that 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
@@ -149,7 +148,7 @@ class Stream:
             part = self.latest = self._part(number, batch)
             self.full = part.size if self.full is None else self.full
             if number >= start:
-                yield dataclasses.replace(part, kept=_position_of(batches, self.full))
+                yield replace(part, kept=_position_of(batches, self.full))
         if batch is not None:
             self.latest = self._part(number, batch)
 
@@ -367,4 +366,4 @@ def filled(part: Part, full: int) -> Part:
         return np.concatenate([leaf, np.repeat(last, full - part.size, axis)], axis)
 
     held = Held(((0, full),))
-    return dataclasses.replace(part, batch=map_axes(fill, part.batch, part.axes), size=full, total=full, held=held)
+    return replace(part, batch=map_axes(fill, part.batch, part.axes), size=full, total=full, held=held)

@@ -1,19 +1,4 @@
-"""Costs of a plan: bytes and time. Knows no program."""
+"""Costs of a plan: bytes and time. Knows no program. `Device` and `Link` describe a user's own cluster."""
 
-from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms, transfer_bytes
-from autopar.cost.rates import Rates
-from autopar.ir.cluster import Device, Link
-from autopar.ir.figures import RowGrowth, Sizes
-
-__all__ = [
-    "Device",
-    "Link",
-    "Rates",
-    "RowGrowth",
-    "Sizes",
-    "Term",
-    "sent_bytes",
-    "step_seconds",
-    "step_terms",
-    "transfer_bytes",
-]
+from autopar.ir.cluster import Device as Device
+from autopar.ir.cluster import Link as Link

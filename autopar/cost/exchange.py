@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
 from autopar.ir.figures import SHARED_BYTES, Sizes, Term, wire_bytes
 from autopar.ir.plan import TablePlan
-from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
+from autopar.ir.strategy import HOSTED, METHODS, Where
 
 ID_BYTES = 4
 #: The name of the term of deferred rows; bringing one up to date takes as long as this many passes over it. Measured on
@@ -26,8 +26,6 @@ ID_BYTES = 4
 REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 #: Terms that send ids alone, which families of the same ids may share.
 ID_TERMS = ("send ids", "gather ids", "send bags")
-#: Methods by which a family on devices may be trained.
-METHODS = ("allreduce", *ROW_METHODS)
 #: No other exchanges, by method.
 NO_OTHERS: Mapping[str, int] = {}
 

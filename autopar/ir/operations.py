@@ -72,8 +72,8 @@ def _number(name: str) -> Count:
     return lambda params: params[name]
 
 
-def _if(name: str) -> Count:
-    return lambda params: int(bool(params.get(name)))
+def _guard(params: Params) -> int:
+    return int(bool(params.get("guarded")))
 
 
 def _replayed(name: str) -> Count:
@@ -103,7 +103,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "push_ids": _named("base route ids updates"),
         "reduce_rows": _named("rows route others*"),
         "densify": _named("rows route first*"),
-        "commit": {**_named("leaf rows route"), "guard": _if("guarded"), "first": REST},
+        "commit": {**_named("leaf rows route"), "guard": _guard, "first": REST},
         "sweep": {"needed": 1, "leaves": _length("axes"), "read": _length("read_axes"), "frontier": REST},
         "fill": _named("leaf rows route unless*"),
         "changes": {
@@ -113,7 +113,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
             "frontier": _number("frontier"),
             "finite": _number("finite"),
             "nonzero": _number("nonzero"),
-            "guard": _if("guarded"),
+            "guard": _guard,
             "first": REST,
         },
         "catch_up": {"leaves": _replayed("leaves"), "stamps": lambda params: len(params["families"]), "entries": REST},

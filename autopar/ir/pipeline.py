@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal as Choice
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, check_whole
 from autopar.ir.program import Atom, Block, Var
 from autopar.ir.schedule import (
     SCHEDULES,
@@ -94,7 +94,7 @@ class Pipeline:
         if self.schedule not in (*SCHEDULES, AUTO):
             raise ArgumentsError(f"schedule={self.schedule!r}: there are {', '.join(map(repr, SCHEDULES))}, or 'auto'")
         if self.microbatches not in (AUTO, None):
-            _check_count("microbatches", self.microbatches)
+            check_whole("microbatches=%r", self.microbatches)
         if not isinstance(self.remat, bool) and self.remat != AUTO:
             raise ArgumentsError(f"remat={self.remat!r}: give True, False or 'auto'")
         if not isinstance(self.profile, bool):
@@ -103,11 +103,11 @@ class Pipeline:
         if self.statistics not in ("batch", "microbatch"):
             raise ArgumentsError(f"statistics={self.statistics!r}: there are 'batch' and 'microbatch'")
         for count in self.replica_counts:
-            _check_count("replicas", count)
+            check_whole("replicas=%r", count)
         if not isinstance(self.replicas, int) and len(self.replicas) != self.count:
             raise ArgumentsError(f"replicas={self.replicas!r}: {len(self.replicas)} numbers for {self.count} stages")
         if self.stages_per_device is not None:
-            _check_count("stages_per_device", self.stages_per_device)
+            check_whole("stages_per_device=%r", self.stages_per_device)
         counts = [1] * self.chunks if self.stages == AUTO else self.replica_counts
         problem = self.rule.problem(counts, self.chunks, 0 if self.microbatches == AUTO else self.microbatch_count)
         if problem:
@@ -187,11 +187,6 @@ class Pipeline:
 
     def scheduled(self, microbatches: int) -> Schedule:
         return self.rule.make(self.stage_devices, microbatches)
-
-
-def _check_count(name: str, count: object) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ArgumentsError(f"{name}={count!r}: give a whole number, 1 or more")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,12 +6,11 @@ traced program, the process and JAX's version. `ir.program_plan.ProgramPlan` bin
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NewType
 
@@ -245,10 +244,8 @@ class Plan:
     def with_reason(self, paths: Iterable[str], reason: str) -> Plan:
         """Returns the plan with one more reason for some tables."""
         among = set(paths)
-        tables = tuple(
-            dataclasses.replace(t, reason=f"{t.reason}; {reason}") if t.path in among else t for t in self.tables
-        )
-        return dataclasses.replace(self, tables=tables)
+        tables = tuple(replace(t, reason=f"{t.reason}; {reason}") if t.path in among else t for t in self.tables)
+        return replace(self, tables=tables)
 
     def diff(self, new: Plan) -> PlanDifference:
         """Lists the facts, decisions and predictions (not reasons) that differ in a later plan.
@@ -279,7 +276,7 @@ class Plan:
         wrong = _impossible(plan)
         if wrong:
             raise PlanError(f"{path}: the plan is damaged: {wrong}. {AGAIN}")
-        return dataclasses.replace(plan, source=str(path))
+        return replace(plan, source=str(path))
 
 
 def require_plan(plan: object, what: str) -> Plan:
@@ -302,7 +299,7 @@ def _impossible(plan: Plan) -> str:
         return f"optimize is {plan.optimize!r}"
     for table in plan.tables:
         values = {
-            "method": table.method in METHODS[1:],
+            "method": table.method in METHODS,
             "where": table.where in ("devices", "hosts"),
             "ids": table.ids >= 0,
             "capacity": table.capacity is None or table.capacity >= 0,
@@ -509,9 +506,8 @@ class PipelinePlan:
     updates: tuple[int, ...] = ()
     last: int = 0  #: The call in which all of a minibatch is done, its results included.
     slack: int = 0  #: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
-    ahead: tuple[
-        tuple[int, int], ...
-    ] = ()  #: Predicted weights: by how many updates, for each stage's (forward, backward).
+    #: Predicted weights: by how many updates, for each stage's (forward, backward).
+    ahead: tuple[tuple[int, int], ...] = ()
     #: Lines of sums over the batch that are taken over each microbatch, which changes the function.
     statistics: tuple[str, ...] = ()
     #: If the number of stages was chosen, the candidates in words, and their seconds.
@@ -629,9 +625,8 @@ class SyncPlan:
         return TOPOLOGIES[self.partners](clients)
 
     def __str__(self) -> str:
-        more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(
-            self.delay
-        )
+        more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1)
+        more += f", {self.delay} late" * bool(self.delay)
         return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
 
     def due(self, step: int) -> Sequence[FragmentIndex]:

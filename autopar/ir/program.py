@@ -123,14 +123,6 @@ class Literal(_Typed):
     def scalar(value: Leaf, dtype: Dtype) -> Literal:
         return Literal(np.asarray(value, dtype), ArrayType((), dtype))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return getattr(self.type, "shape", ())
-
-    @property
-    def dtype(self) -> Dtype:
-        return getattr(self.type, "dtype", None)
-
 
 Atom = Var | Literal
 

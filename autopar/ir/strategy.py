@@ -19,9 +19,10 @@ ROW_METHODS = ("ps", "allgather", "allreduce_rows")
 REPLICATED = ("allgather", "allreduce_rows", "allreduce")
 #: Divides products of dense parameters over the devices of a tensor axis.
 TENSOR = "tensor"
-METHODS = ("auto", "allreduce", *ROW_METHODS)
+#: Methods by which a table may be trained; "auto" chooses one.
+METHODS = ("allreduce", *ROW_METHODS)
 #: All methods that a strategy may name.
-STRATEGIES = (*METHODS, TENSOR)
+STRATEGIES = ("auto", *METHODS, TENSOR)
 Sparse = Literal["exact", "lazy", "off"]
 #: Keeps each table on hosts whole in the memory of one rank.
 WHOLE_TABLES = "ps:table"

@@ -68,7 +68,7 @@ def rates_of_figures(figures: Figures, assumed: Rates) -> Rates:
 
     base, more = figures.get("call", {}).get(BASE, 0.0), {BASE: 0.0, **figures.get("more", {})}
     least = min(more.values())
-    if base and set(more) == {m for m in METHODS if m != "auto"}:
+    if base and set(more) == set(METHODS):
         found |= {"fixed": {m: s - least for m, s in more.items()}, "call_s": max(0.0, base + least)}
     else:
         found |= {"fixed": {}, "call_s": base}

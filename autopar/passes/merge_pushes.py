@@ -120,9 +120,9 @@ def _delivery(body: Block, k: int, carry: Var | None) -> Equation | None:
 
     It is on top of nothing, or of a carry that the iteration doesn't use otherwise.
     """
-    out = body.outputs[k]
-    made = _Editor.of(body).producer(out, "ap.deliver")
-    if made is None or made.inputs[1] not in body.inputs or made.inputs[2:] != (() if carry is None else (carry,)):
+    out, base = body.outputs[k], () if carry is None else (carry,)
+    made = body.makers().get(out)
+    if made is None or made.op != "ap.deliver" or made.inputs[1] not in body.inputs or made.inputs[2:] != base:
         return None
     uses = body.uses()
     return None if carry is not None and max(uses[carry], uses[out]) > 1 else made
@@ -137,11 +137,6 @@ class _Editor(ZeroWriter):
         editor = _Editor()
         editor.extend(body.equations)
         return editor
-
-    def producer(self, atom: Atom, op: str) -> Equation | None:
-        """Returns the equation that makes a value, if it is this operation."""
-        made = self.producers.get(atom)
-        return made if made is not None and made.op == op else None
 
     def plus(self, base: Atom, sums: Atom) -> Atom:
         """Returns the sum of two values; gradients added to zeros are added to the first value directly."""

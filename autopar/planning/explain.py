@@ -5,7 +5,6 @@ It prints as text as wide as the terminal, in colours under `rich.print`, and as
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
@@ -96,20 +95,20 @@ def _explain(
     rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
-    there = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
+    details = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
     if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
-        there = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *there
+        details = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *details
     bound = planned.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))
         size = program.block.inputs[k].shape[axis]
         each = f"each has {-(-size // plan.devices)} or fewer, padded and masked"
-        there += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
+        details += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
     if examples := undivided(planned):
-        there += (f"All devices do the same: {plan.devices} devices don't divide the batch ({examples}).",)
+        details += (f"All devices do the same: {plan.devices} devices don't divide the batch ({examples}).",)
     if gathered := gathered_bytes(planned):
         each = f"each of {plan.devices} sends {format_bytes(gathered * (plan.devices - 1) // plan.devices)}"
-        there += (f"Results by example, {format_bytes(gathered)}, come whole to every process: {each} (results=).",)
+        details += (f"Results by example, {format_bytes(gathered)}, come whole to every process: {each} (results=).",)
     return Explanation(
         name,
         tuple(rows),
@@ -129,7 +128,7 @@ def _explain(
             *switch_notes(planned, leaves, cluster),
             *owner_balance_notes(plan),
             *hot_rows_notes(plan),
-            *there,
+            *details,
             *planned.notes,
         ),
         pipeline=plan.pipeline,
@@ -183,7 +182,7 @@ def _table_row(planned: PlannedStep, space: RowSpace, k: int, leaves: Sequence[L
     if not first:
         return row
     paper = table_3(b=nbytes, n=devices, alpha=alpha.local_share) if table.sent and alpha and not table.pulled else {}
-    return dataclasses.replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
+    return replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
 
 
 def _log_bytes(planned: PlannedStep, family: int) -> int:

@@ -6,20 +6,20 @@ need, and compiles again when a batch needs more; `once_per_row_of` says what th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
-from autopar.cost import Rates, RowGrowth, Term
-from autopar.cost.exchange import METHODS, DenseLoad, count_exchanges, method_terms, step_parts, with_bounds
+from autopar.cost.exchange import DenseLoad, count_exchanges, method_terms, step_parts, with_bounds
 from autopar.cost.rates import (
     NO_HOST_TIME,
     NO_TIME,
     HostRates,
+    Rates,
     bound_rates,
     planned_host_rates,
     planned_rates,
@@ -28,12 +28,12 @@ from autopar.cost.rates import (
 from autopar.cost.simulate import TableLoad, Workload, crossing
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.figures import Sizes, bucket_size
+from autopar.ir.figures import RowGrowth, Sizes, Term, bucket_size
 from autopar.ir.local import OncePerRow
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.strategy import HOSTED, Method, Strategy, asks_for_hosts, is_on, without_hosts
+from autopar.ir.strategy import HOSTED, METHODS, Method, Strategy, asks_for_hosts, is_on, without_hosts
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
@@ -87,11 +87,11 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     count, machine = cluster.count // tensor, Machine(rates, rates, lambda: memory, stages)
     there = on_devices(step, count, machine, strategy, hosts=asks_for_hosts(strategy)).planner
     # `Options.accelerators` is of the devices here, and rules for CPUs aren't those for a GPU.
-    options = dataclasses.replace(there.options, accelerators=not cluster.devices_are_hosts)
-    there = dataclasses.replace(there, options=options)
+    options = replace(there.options, accelerators=not cluster.devices_are_hosts)
+    there = replace(there, options=options)
     planner, in_stages = step.planner.way.on(there, count), step.planner.in_stages
     if in_stages is not None:
-        planner = dataclasses.replace(planner, in_stages=lambda: in_stages().way.on(there, count))
+        planner = replace(planner, in_stages=lambda: in_stages().way.on(there, count))
     return ParallelStep(planner)
 
 
@@ -106,13 +106,11 @@ def on_devices(
     """Returns a copy of the step for `count` devices, by default without figures of them, and with the step's own
     strategy except for hosts."""
     strategy = without_hosts(step.options.strategy) if strategy is None else strategy
-    options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
-    options = dataclasses.replace(options, rank_devices=1)
+    options = replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
+    options = replace(options, rank_devices=1)
     old = step.planner
-    written = old.per_device and dataclasses.replace(old.per_device, count=count)
-    planner = dataclasses.replace(
-        old, options=options, machine=machine, devices=None, per_device=written, in_stages=None
-    )
+    written = old.per_device and replace(old.per_device, count=count)
+    planner = replace(old, options=options, machine=machine, devices=None, per_device=written, in_stages=None)
     return ParallelStep(planner)
 
 
@@ -137,15 +135,15 @@ def plan_of(
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             alpha, growth = _touched(program, space, leaves, made.devices, seen)
-            changed = dataclasses.replace(decided[path], alpha=alpha, growth=growth)
+            changed = replace(decided[path], alpha=alpha, growth=growth)
             if cluster is not None and cluster.machines > 1:
                 changed = _by_leaders(planned, changed, cluster.devices)
             terms = _earlier_terms(planned, changed)
             if rates is not None:
                 terms = with_bounds(*(_terms(changed, r, h, counts) for r, h in ((rates, hosts), (least, hosts.bound))))
-            tables.append(dataclasses.replace(changed, terms=terms))
+            tables.append(replace(changed, terms=terms))
     fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(planned, leaves)}
-    changed = dataclasses.replace(made, **fields)
+    changed = replace(made, **fields)
     if rates is None:
         return changed
     parts = with_bounds(_parts(changed, rates, hosts), _parts(changed, least, hosts.bound))
@@ -153,7 +151,7 @@ def plan_of(
         taken = changed.tensor.taken
         sums = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in taken)
         parts = {**parts, "divided products": sums}
-    return dataclasses.replace(changed, parts=parts)
+    return replace(changed, parts=parts)
 
 
 def _by_leaders(planned: PlannedStep, table: TablePlan, ranks: int) -> TablePlan:
@@ -161,7 +159,7 @@ def _by_leaders(planned: PlannedStep, table: TablePlan, ranks: int) -> TablePlan
     if table.where != "hosts" or table.sizes is None or table.growth is None or not planned.options.optimizes("local"):
         return table
     share = crossing(table.growth.rows, ranks)
-    return dataclasses.replace(table, sizes=dataclasses.replace(table.sizes, crossing=share))
+    return replace(table, sizes=replace(table.sizes, crossing=share))
 
 
 def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
@@ -170,12 +168,12 @@ def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
     work, facts = count_work(planned.compiled.analysed), planned.compiled.program.local
     once = once_per_row_of(planned, leaves)
     if once is not None:
-        work = dataclasses.replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
+        work = replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
     if facts is None:
         return work
     sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
     sums -= Counter(size for size, _ in _trained_whole(planned.compiled.plan))
-    return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
+    return replace(work, sums=tuple(sorted(sums.items())))
 
 
 def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
@@ -314,7 +312,7 @@ def client_workload(plan: Plan) -> Workload:
         return workload(plan)
     lifted = [t for t in plan.families if t.lifted]
     rest = tuple(t for t in plan.tables if not t.lifted)
-    return Workload(dense_load(dataclasses.replace(plan, tables=rest)), tuple(map(_alone, lifted)))
+    return Workload(dense_load(replace(plan, tables=rest)), tuple(map(_alone, lifted)))
 
 
 def _alone(table: TablePlan) -> TableLoad:

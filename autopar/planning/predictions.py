@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost.exchange import HOSTED, method_terms
+from autopar.cost.exchange import method_terms
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
 from autopar.ir.plan import PipelinePlan, Plan, StagePlan, TablePlan
+from autopar.ir.strategy import HOSTED
 
 
 @dataclass(frozen=True, slots=True)

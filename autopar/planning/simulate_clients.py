@@ -6,7 +6,6 @@ This module works out what clients send each other or servers, and what that tak
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +23,7 @@ from autopar.cost.client_times import (
 )
 from autopar.cost.collectives import all_reduce_s
 from autopar.cost.simulate import simulate_step
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, check_whole, is_number
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, ServedPlan, ServerPlan, SyncPlan
 from autopar.ir.served import center_shares
@@ -52,27 +51,22 @@ class ClientOptions:
         if not isinstance(self.slow, Mapping):
             raise ArgumentsError(f"slow={self.slow!r}: give a mapping from workers to factors, such as {{3: 10.0}}")
         for worker, factor in self.slow.items():
-            if not _is_number(factor) or factor < 1:
+            if not is_number(factor) or factor < 1:
                 raise ArgumentsError(
                     f"slow={{{worker!r}: {factor!r}}}: give how many times as long a worker's steps take, a number "
                     "from 1"
                 )
-        if self.step_s is not None and (not _is_number(self.step_s) or self.step_s <= 0):
+        if self.step_s is not None and (not is_number(self.step_s) or self.step_s <= 0):
             raise ArgumentsError(f"step_s={self.step_s!r}: give seconds, more than 0")
         for name in ("servers", "steps"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more")
+            if getattr(self, name) is not None:
+                check_whole(f"{name}=%r", getattr(self, name))
 
     def check_workers(self, count: int) -> None:
         """Checks that all slow workers are among `count`, or raises ArgumentsError."""
         wrong = next((w for w in self.slow if isinstance(w, bool) or w not in range(count)), None)
         if wrong is not None:
             raise ArgumentsError(f"slow: there is no worker {wrong!r}; there are {count}, from 0")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

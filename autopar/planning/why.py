@@ -83,7 +83,7 @@ def why(plan: Plan, path: str, method: Method) -> Why:
         return Why(path, schedule_text(plan.pipeline, path, method))
     wanted, where = split_method(method)
     if wanted == "auto":
-        raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS[1:])}")
+        raise ArgumentsError(f"'auto' is no method of its own; ask for one of {', '.join(METHODS)}")
     if wanted == TENSOR:
         raise ArgumentsError(
             "'tensor' is no method of tables; explain(step, ...) says which products are divided, and why"

@@ -155,12 +155,8 @@ def worker_figure(timeline: Timeline, noun: str) -> style.ReportFigure:
         axes.set_yticks(range(len(steps)))
         for worker, count in enumerate(steps):
             style.write(axes, f"{count:,}", (float(count), worker), (3, 0), up="center")
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlim(left=0)
-    axes.tick_params(axis="y", length=0)
+    style.lay_bars(axes, noun, margin=0.2)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.set_xlabel(noun, fontsize=style.FONT)
     axes.set_ylabel("worker", fontsize=style.FONT)
     return style.fit_size(figure)
 

@@ -14,12 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
-from autopar.cost import Term
 from autopar.cost.simulate import StepTime
 from autopar.cost.stage_time import simulate_pipeline
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.figures import format_bytes
+from autopar.ir.figures import Term, format_bytes
 from autopar.ir.plan import PipelinePlan, Plan, TablePlan
 from autopar.planning.predictions import Prediction, predict
 from autopar.planning.replay import Staleness

@@ -130,10 +130,10 @@ def write(
     return text
 
 
-def lay_bars(axes: Axes, x: str) -> None:
-    """Puts the first horizontal bar on top, and makes room for numbers."""
+def lay_bars(axes: Axes, x: str, margin: float = 0.28) -> None:
+    """Puts the first horizontal bar on top, makes room for numbers, and names the x axis."""
     axes.invert_yaxis()
-    axes.margins(x=0.28)
+    axes.margins(x=margin)
     axes.set_xlim(left=0)
     axes.tick_params(axis="y", length=0)
     axes.set_xlabel(x, fontsize=FONT)
@@ -165,21 +165,21 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     scale = axes.transScale + axes.transLimits
     x = axes.get_xlim()[1]
     placed = sorted((float(scale.transform((x, y))[1]), text, colour) for y, text, colour in ends)
-    heights = spread_labels([height for height, _, _ in placed], gap, 1.0)
+    heights = spread_labels([height for height, _, _ in placed], gap)
     for at, (_, text, colour) in zip(heights, placed, strict=True):
         axes.text(1.03, at, text, transform=axes.transAxes, color=colour, fontsize=FONT, va="center")
 
 
-def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Returns ascending heights, moved by one pass up and one down so that neighbours are `gap` apart.
+def spread_labels(heights: Sequence[float], gap: float) -> list[float]:
+    """Returns ascending heights up to 1, moved by one pass up and one down so that neighbours are `gap` apart.
 
-    >>> spread_labels([10, 12, 98], 25, 100)
-    [10, 35, 98]
+    >>> spread_labels([0.125, 0.25, 0.875], 0.25)
+    [0.125, 0.375, 0.875]
     """
     moved: list[float] = []
     for height in heights:
         moved.append(max(height, moved[-1] + gap) if moved else height)
-    limit = top
+    limit = 1.0
     for k in reversed(range(len(moved))):
         moved[k] = min(moved[k], limit)
         limit = moved[k] - gap

@@ -12,8 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost import sent_bytes
-from autopar.cost.exchange import table_3
+from autopar.cost.exchange import sent_bytes, table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError

@@ -37,6 +37,7 @@ from autopar.errors import (
     DonatedStateError,
     PlanError,
     StateWarning,
+    check_whole,
     warn,
 )
 from autopar.interrupts import SAY_S, SECOND_S, Handler, Note
@@ -244,8 +245,8 @@ class Checkpointer:
         async_save: bool = True,
     ) -> None:
         for name, value in (("keep", keep), ("every", every)):
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more, or None")
+            if value is not None:
+                check_whole(f"{name}=%r", value, otherwise=", or None")
         if best is not None and (not isinstance(best, tuple) or len(best) != 2 or best[1] not in _CHOICES):
             raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
         if best is not None and (not isinstance(best[0], str) or best[0] == "step"):  # the file has a "step" already

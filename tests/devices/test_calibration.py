@@ -14,7 +14,7 @@ import autopar
 from autopar import calibration
 from autopar.api import planned_by
 from autopar.backends.devices import Devices
-from autopar.cost import Rates
+from autopar.cost.rates import Rates
 from autopar.measure import calibrate
 from autopar.measure.calibrate import Probe
 from autopar.measure.loops import Budget

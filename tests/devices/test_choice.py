@@ -11,9 +11,9 @@ import pytest
 
 import autopar
 from autopar.compile import analyze_program, compile_program
-from autopar.cost import Sizes, sent_bytes, step_seconds, step_terms
-from autopar.cost.exchange import DenseLoad, cheapest_together, step_parts
+from autopar.cost.exchange import DenseLoad, cheapest_together, sent_bytes, step_parts, step_seconds, step_terms
 from autopar.cost.rates import Curve, Measurements
+from autopar.ir.figures import Sizes
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of

@@ -12,7 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.cost import Sizes, sent_bytes, transfer_bytes
+from autopar.cost.exchange import sent_bytes, transfer_bytes
+from autopar.ir.figures import Sizes
 from autopar.measure.compiled_collectives import Collective, read_collectives, sent_by_device
 from tests.support.meshes import mesh_of
 from tests.zoo import MODELS

@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar.backends.devices import Devices
-from autopar.cost import Link
+from autopar.ir.cluster import Link
 from autopar.measure import cluster as measured_cluster
 from autopar.measure.cluster import Cluster
 from autopar.measure.figures import cache_file

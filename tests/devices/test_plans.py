@@ -15,7 +15,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import sent_bytes
+from autopar.cost.exchange import sent_bytes
 from autopar.measure.compiled_collectives import Collective, read_collectives
 from autopar.planning.check import CheckRow, compare_collectives
 from tests.support.meshes import mesh_of

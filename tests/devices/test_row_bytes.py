@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.cost import step_terms
+from autopar.cost.exchange import step_terms
 from autopar.cost.rates import NO_TIME
 
 ROWS, WIDTH = 4000, 16

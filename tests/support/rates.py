@@ -6,8 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from autopar.cost import Rates
-from autopar.cost.rates import Curve, RowRate
+from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.measure.figures import rates_of_figures
 
 _FILE = Path(__file__).with_name("two_cores.json")

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from autopar import ParallelStep
-from autopar.cost import Rates
+from autopar.cost.rates import Rates
 
 
 def set_options(step: ParallelStep, **changes: Any) -> None:

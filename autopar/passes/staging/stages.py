@@ -3,11 +3,10 @@ options that are left to "auto"."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 from autopar.cost.rates import NOMINAL, Measurements, StageRates
 from autopar.cost.stage_time import Chain, Partition, StageTimes, choose_slack, partition, simulate_schedule
@@ -291,7 +290,7 @@ def _rates_of(count: int, rates: Mapping[int, StageRates]) -> StageRates:
         return before
     second, behind = rest[0]
     share = min(max(math.log(count / first) / math.log(second / first), 0.0), 1.0)
-    pairs = {f.name: (getattr(before, f.name), getattr(behind, f.name)) for f in dataclasses.fields(StageRates)}
+    pairs = {f.name: (getattr(before, f.name), getattr(behind, f.name)) for f in fields(StageRates)}
     return StageRates(**{name: (1 - share) * a + share * b for name, (a, b) in pairs.items()})
 
 
@@ -316,13 +315,13 @@ def _partitions(
         chooses_replicas = asked.stages == AUTO and rule.has_replicas
         for stages, chunks in _numbers(asked, rule, count, len(layers), devices):
             fields = {"stages": stages, "schedule": schedule, "microbatches": count, "stages_per_device": chunks}
-            made = dataclasses.replace(asked, remat=remat, **fields)
+            made = replace(asked, remat=remat, **fields)
             own = None if chooses_replicas else [len(replicas) for replicas in made.stage_devices]
             for limit in dict.fromkeys((None, memory if rule.has_replicas else None)):
                 chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s, limit)
                 cut = partition(chain, stages, own)
                 if cut is not None:
-                    yield dataclasses.replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
+                    yield replace(made, replicas=cut.replicas) if chooses_replicas else made, cut
 
 
 def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int) -> Iterator[tuple[int, int]]:

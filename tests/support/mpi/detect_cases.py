@@ -15,7 +15,7 @@ import autopar
 import autopar.calibration
 from autopar.backends.devices import Devices
 from autopar.backends.host.segmented import SegmentedProgram
-from autopar.cost import Link
+from autopar.ir.cluster import Link
 from autopar.launch.cluster_file import COLLECTIVES, format_toml
 from autopar.measure import cluster
 from autopar.measure.cluster import Cluster

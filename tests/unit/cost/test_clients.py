@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autopar.cost import Device, Link
 from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_averages, simulate_served
-from autopar.ir.cluster import ClusterSpec
+from autopar.ir.cluster import ClusterSpec, Device, Link
 from autopar.servers.timeline import Timeline
 
 STEP = 0.1

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from autopar.cost import Device, Link
 from autopar.cost.collectives import bucket_bytes, host_all_reduce_s, rings_from
+from autopar.ir.cluster import Device, Link
 from autopar.measure.cluster import Cluster
 
 #: Two machines with a rank each.

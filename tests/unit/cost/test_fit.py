@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from autopar.cost import Link
 from autopar.cost.collectives import fit_collective, fit_link
+from autopar.ir.cluster import Link
 
 SIZES = [2.0**k for k in range(10, 27, 4)]
 

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from autopar.cost import Device, Link
+from autopar.ir.cluster import Device, Link
 from autopar.measure.cluster import Cluster
 from notebooks import parallax_paper as paper
 from notebooks.parallax_paper import accumulate_s, aggregate_s, transfer_s

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import Link
 from autopar.cost.client_times import (
     ClientLoad,
     Pairs,
@@ -18,6 +17,7 @@ from autopar.cost.client_times import (
     simulate_pairs,
     simulate_served,
 )
+from autopar.ir.cluster import Link
 from autopar.ir.topology import Ring
 from tests.unit.cost.test_clients import STEP, machines, throughput
 

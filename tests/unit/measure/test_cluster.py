@@ -13,9 +13,10 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import Device, Link, sent_bytes
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
+from autopar.cost.exchange import sent_bytes
 from autopar.cost.rates import planned_rates
+from autopar.ir.cluster import Device, Link
 from autopar.launch.cluster_file import read_cluster
 from autopar.measure.cluster import NAMED, Cluster
 from autopar.planning.plan import elsewhere

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Device, Link
 from autopar.cost.memory import Shardable, choose_sharded, least_devices
-from autopar.ir.cluster import STATE_SHARE, state_budget
+from autopar.ir.cluster import STATE_SHARE, Device, Link, state_budget
 from autopar.measure.cluster import Cluster
 from autopar.planning.plan import elsewhere
 from tests.support.settings import set_machine, set_options

@@ -15,7 +15,9 @@ import pytest
 
 import autopar
 from autopar import Cluster, Plan, PlanError
-from autopar.cost import Device, Link, Sizes, Term, sent_bytes
+from autopar.cost.exchange import sent_bytes
+from autopar.ir.cluster import Device, Link
+from autopar.ir.figures import Sizes, Term
 from autopar.ir.plan import DensePlan, TablePlan
 from autopar.measure.alpha import Alpha
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Device, Link, Sizes, Term, step_terms
-from autopar.cost.exchange import with_bounds
+from autopar.cost.exchange import step_terms, with_bounds
 from autopar.cost.rates import FREE, Curve, bound_rates, planned_rates
 from autopar.cost.stage_time import pipeline_seconds
-from autopar.ir.figures import wire_bytes
+from autopar.ir.cluster import Device, Link
+from autopar.ir.figures import Sizes, Term, wire_bytes
 from autopar.measure.cluster import Cluster
 from autopar.planning.predictions import Prediction, predict, predict_method
 

@@ -14,7 +14,6 @@ import pytest
 
 import autopar
 from autopar.analysis.work import count_work
-from autopar.cost import Device, Link
 from autopar.cost.exchange import HOSTED, DenseLoad, host_terms, step_parts, total
 from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate, planned_host_rates
 from autopar.cost.simulate import (
@@ -28,6 +27,7 @@ from autopar.cost.simulate import (
     simulate_step,
     sizes_at,
 )
+from autopar.ir.cluster import Device, Link
 from autopar.ir.figures import Sizes
 from autopar.measure.cluster import Cluster
 from autopar.planning.plan import workload

@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost import Device, Link
+from autopar.ir.cluster import Device, Link
 from autopar.measure.cluster import Cluster
 from autopar.sync import Async, Average, Elastic
 

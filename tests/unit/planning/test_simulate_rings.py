@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Link
+from autopar.ir.cluster import Link
 from autopar.sync import ADPSGD, DPSGD, Average, Hybrid
 from tests.unit.planning.test_simulate_clients import (
     CHALK,

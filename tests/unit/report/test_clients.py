@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost import Device, Link
+from autopar.ir.cluster import Device, Link
 from autopar.measure.cluster import Cluster
 from autopar.sync import ADPSGD, DPSGD, Async, Average, Elastic, Hybrid
 from tests.unit.planning.test_simulate_clients import table_plan

@@ -25,7 +25,7 @@ from IPython.core.formatters import DisplayFormatter
 
 import autopar
 from autopar import Plan
-from autopar.cost import sent_bytes, transfer_bytes
+from autopar.cost.exchange import sent_bytes, transfer_bytes
 from autopar.ir.plan import TablePlan
 from autopar.measure.cluster import Cluster
 from autopar.report.tables import (
