@@ -337,7 +337,7 @@ class Ties:
     entries: frozenset[Equation]
 
 
-def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterable[Equation] = ()) -> Ties:
+def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterable[Equation]) -> Ties:
     """Returns the ties of the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
     axes = dict(tables)
     barred: set[Equation] = set()

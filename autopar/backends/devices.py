@@ -228,14 +228,14 @@ class StageDevice:
         return jax.device_put(value, sharding)
 
 
-def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None = None) -> Sharding:
+def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None) -> Sharding:
     """Returns the sharding of an array that each of several stage devices has: whole, or divided along an axis."""
     if len(stage_devices) == len(stage_devices[0].devices) == 1:
         return jax.sharding.SingleDeviceSharding(stage_devices[0].devices[0])
     return _mesh(stage_devices).sharding(None, axis)
 
 
-def array_over(values: Sequence[Array], stage_devices: Sequence[StageDevice], axis: int | None = None) -> Array:
+def array_over(values: Sequence[Array], stage_devices: Sequence[StageDevice], axis: int | None) -> Array:
     """Makes one array of the arrays of several stage devices."""
     return values[0] if len(values) == 1 else _of_shards(values, sharding_over(stage_devices, axis))
 

@@ -43,7 +43,7 @@ def run_microbatches(
     gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
     operands: Sequence[Array],
     *,
-    unrolled: bool = False,
+    unrolled: bool,
 ) -> list[Array]:
     """Returns the joined results of all microbatches.
 

@@ -153,7 +153,7 @@ def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
     return Fit(link, math.sqrt(math.fsum(squares) / len(points)))
 
 
-def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int = 1) -> Link:
+def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int) -> Link:
     """Fits a collective's link by its `traffic`; `source` has the error. `count`: participants, at least 2. `points`:
     (size as in `traffic`, measured seconds). `sharing`: number of such collectives that share a link."""
     sent = [(sharing * traffic(collective, count, size)[0], seconds) for size, seconds in points]

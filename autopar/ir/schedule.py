@@ -135,7 +135,7 @@ def devices_from(stage_devices: StageDevices, stage: int) -> int:
     return sum(map(len, stage_devices[stage:]))
 
 
-def forwards_ahead(stage_devices: StageDevices, stage: int, slack: int = 0) -> int:
+def forwards_ahead(stage_devices: StageDevices, stage: int, slack: int) -> int:
     """Counts a stage's forwards before its first backward: one for each device from it on, `slack` for each later
     border."""
     return devices_from(stage_devices, stage) + slack * (len(stage_devices) - 1 - stage)

@@ -114,9 +114,7 @@ def without_hosts(strategy: Strategy) -> Strategy:
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
 
 
-def check_choices(
-    strategy: object, sparse: object, donate: object, results: object = None, choose: object = "times"
-) -> None:
+def check_choices(strategy: object, sparse: object, donate: object, results: object, choose: object) -> None:
     """Checks the user's options. Raises ArgumentsError if an option has no such value."""
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")

@@ -30,7 +30,7 @@ from autopar.tables.kinds import materialize
 _MOVES = those_that(lambda p: p.moves) | {"select_n"}
 
 
-def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int = 1) -> Alpha:
+def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int) -> Alpha:
     """Measures alpha of one family, for all devices together (the union) and for one. `leaves`: as in `example_ids`."""
     ids: RowIds = program.ids[space.family]
     ids_of_examples = example_ids(program, ids, leaves)

@@ -87,7 +87,7 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
     return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
 
 
-def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]:
+def parameters_of(program: Program, batch_axis: BatchAxis) -> frozenset[int]:
     """Returns the inputs of an evaluation that are no examples; none of a program with states. Raises ArgumentsError if
     `batch_axis` doesn't fit the batch."""
     if program.new_states:

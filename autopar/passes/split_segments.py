@@ -53,9 +53,7 @@ _BUCKETS = 8
 _LEAST_SHARE = 1 / 32
 
 
-def split_segments(
-    program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None = None
-) -> Segments:
+def split_segments(program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None) -> Segments:
     """Returns the segments of a localized program.
 
     Args:

@@ -28,14 +28,14 @@ from autopar.ir.operations import split
 from autopar.ir.plan import ServedPlan, ServerPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.served import CUTTING, Cutting, KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
+from autopar.ir.served import Cutting, KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
 from autopar.ir.slicing import clone, eliminate_dead, free_values, nearest_line, needed_equations
 from autopar.ir.writer import expand
 from autopar.sync import Async
 
 
 def split_servers(
-    program: Program, servers: int, gradient: Collection[Equation] | None = None, cutting: Cutting = CUTTING
+    program: Program, servers: int, gradient: Collection[Equation] | None, cutting: Cutting
 ) -> ServedStep:
     """Returns the programs of a worker and of each server.
 
@@ -383,7 +383,7 @@ def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]
 
 
 def served_plan(
-    program: Program, bound: ProgramPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int] = ()
+    program: Program, bound: ProgramPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int]
 ) -> ServedPlan:
     """Returns the plan of a step that `split_servers` has cut. `ranks`: of servers that are processes of their own."""
     paths = [input_.path for input_ in program.inputs]
@@ -455,7 +455,7 @@ def cut_leaves(
     equations: Sequence[Equation],
     elsewhere: Collection[Var],
     parts: int,
-    uncut: Collection[int] = (),
+    uncut: Collection[int],
 ) -> CutLeaves | None:
     """Returns leaves in pieces along an axis that allows it, in equal ones if some axis does; None if none does.
 

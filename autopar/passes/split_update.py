@@ -40,9 +40,7 @@ _SCALES = ("mul", "div", "neg")
 _OF_IDS = ("ap.row_ids", "ap.route")
 
 
-def split_update(
-    program: Program, bound: ProgramPlan, *, own_statistics: bool = False, option: str = "pipeline="
-) -> tuple[Program, str]:
+def split_update(program: Program, bound: ProgramPlan, *, own_statistics: bool, option: str) -> tuple[Program, str]:
     """Returns the program with an `ap.microbatches` equation in place of the equations on examples.
 
     Args:

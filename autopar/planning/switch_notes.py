@@ -31,9 +31,7 @@ _SHOWN = 8
 _Stake = Callable[[PlannedStep, Sequence[Leaf] | None, ClusterSpec | None], Sequence[str]]
 
 
-def switch_notes(
-    planned: PlannedStep, leaves: Sequence[Leaf] | None, cluster: ClusterSpec | None = None
-) -> Iterator[str]:
+def switch_notes(planned: PlannedStep, leaves: Sequence[Leaf] | None, cluster: ClusterSpec | None) -> Iterator[str]:
     """Yields a line for each optimisation that `optimize=` leaves out; `leaves`: flat arguments of a call. Collective
     for tables on hosts here."""
     options = planned.options

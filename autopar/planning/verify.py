@@ -127,7 +127,7 @@ def verify(step: AnyStep, *args: Pytree, steps: int = 1, **kwargs: Pytree) -> Ve
 def _check_pure(step: ParallelStep, planned: PlannedStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
     call = read_call(step.fun, args, kwargs, step.static)
     shapes, named = call.shapes
-    again = jax_compat.trace(_fresh(planned.fun or step.fun), shapes, named, **step.static.static_options)
+    again = jax_compat.trace(_fresh(planned.fun), shapes, named, **step.static.static_options)
     old, new = (block_text(block_of(j)) for j in (planned.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:

@@ -28,7 +28,7 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Jaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
-from autopar.measure.figures import NOWHERE, Machine
+from autopar.measure.figures import Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
 from autopar.run.buffers import is_shared_buffer, with_own_buffers
@@ -47,16 +47,15 @@ class PlannedStep:
     way: Way  #: How the step is run, with the options that it was compiled by.
     jaxpr: Jaxpr
     out_tree: PyTreeDef
-    trace_s: float = 0.0
+    trace_s: float
+    fun: Callable[..., Pytree]  #: The function that was traced: the user's step, or one made of it.
+    notes: Sequence[str]  #: What `explain` says about that function, and about the plan.
+    devices: Devices | None
+    clients: Clients | None  #: The clients that have a replica each.
+    donate: bool
+    machine: Machine
     example: Sequence[Leaf] | None = None  #: Leaves of the first call's batch that ids depend on; None for all others.
-
-    devices: Devices | None = None
-    donate: bool = True
-    machine: Machine = NOWHERE
     headroom: float = HEADROOM
-    fun: Callable[..., Pytree] | None = None  #: The function that was traced: the user's step, or one made of it.
-    notes: Sequence[str] = ()  #: What `explain` says about that function.
-    clients: Clients | None = None  #: The clients that have a replica each.
     #: Compiles the step with larger capacities in the background, once batches have come near these.
     larger: Compilation[PlannedStep] | None = field(default=None, init=False)
 

@@ -150,12 +150,12 @@ class Planner:
             traced.jaxpr,
             traced.out_tree,
             traced.seconds,
-            devices=self.devices,
-            donate=self._donates(call, traced.states),
-            machine=self.machine,
-            fun=traced.fun,
-            notes=tuple(notes),
-            clients=self.clients,
+            traced.fun,
+            tuple(notes),
+            self.devices,
+            self.clients,
+            self._donates(call, traced.states),
+            self.machine,
         )
 
     # --- the phases of a plan ---

@@ -373,7 +373,7 @@ def home_as_saved(record: LeafRecord) -> Home:
 
 
 def read_leaves(
-    version: Location, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
+    version: Location, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None
 ) -> list[Leaf]:
     """Reads all leaves to their homes, from checked files: this rank's rows of tables on hosts, and this client's
     replicas, or their mean if `client` is None. Exchanges nothing."""
