@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
@@ -376,9 +377,7 @@ class KeyServer:
         while len(kept.pushed) == (self._workers if self.synchronous else 1):
             parts = [kept.pushed[w].pop(0) for w in sorted(kept.pushed)]
             kept.pushed = {w: some for w, some in kept.pushed.items() if some}
-            total = jnp.asarray(parts[0])
-            for part in parts[1:]:
-                total = total + part
+            total = functools.reduce(operator.add, parts[1:], jnp.asarray(parts[0]))
             kept.rounds += 1
             if kept.rule is not None:
                 kept.value, kept.state = kept.rule.update(total, kept.state, kept.value)
@@ -399,9 +398,4 @@ class KeySpec(Spec):
 
 def merged(values: Array | Sequence[Array]) -> np.ndarray:
     """Returns one value; for a list, which comes from one worker's devices, the sum."""
-    if not isinstance(values, list | tuple):
-        return np.array(values)
-    total = np.array(values[0])
-    for value in values[1:]:
-        total = total + np.asarray(value)
-    return total
+    return np.array(functools.reduce(np.add, map(np.asarray, values)) if isinstance(values, list | tuple) else values)

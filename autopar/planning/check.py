@@ -276,7 +276,8 @@ def _compare_iterations(
 class _Unexplained:
     """The arrays of a program's collectives that no row of the check explains yet."""
 
-    #: (collective, bytes of the array, bytes that a device sends); flags are of the collective "any".
+    #: (collective, bytes of the array, bytes that a device sends), in the program's order; rows take theirs in the
+    #: order of `compare_collectives`, from those of known sizes to the rest. Flags are of the collective "any".
     arrays: list[tuple[str, int, int]]
 
     @staticmethod

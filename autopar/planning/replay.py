@@ -1,6 +1,7 @@
 """`replay`: runs a timeline's actions one after the other in one process: its devices must have computed the same bits.
 
 It is the oracle of asynchronous pipelines, which compute another function than the step on one device, by design.
+`staleness` watches one: how far the weights that tasks see are from those that they stand for.
 """
 
 from __future__ import annotations

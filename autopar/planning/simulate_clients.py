@@ -320,7 +320,7 @@ def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | No
     assert sync is not None, "clients train"
     if sync.servers:
         weights = _weight_bytes(plan, sync)
-        count = _server_count(wanted, sync.servers, sync.clients, load.count, processes, processes)
+        count = _server_count(wanted, sync.servers, sync.clients, load, processes=processes, leaves=processes)
         parts = (sum(span.nbytes for span in share) for share in center_shares(weights, count))
         served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
         return replace(served, every=sync.every)
@@ -340,7 +340,8 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
     # For each server bytes of a pull, of a push, and of what a push updates.
     sizes = [(server.pull_bytes, server.push_bytes, _touched_bytes(plan, served, server)) for server in servers]
     leaves = sum(len(server.leaves) for server in servers)
-    count = _server_count(wanted, len(sizes), served.clients, load.count, load.count * plan.devices, leaves)
+    processes = load.count * plan.devices
+    count = _server_count(wanted, len(sizes), served.clients, load, processes=processes, leaves=leaves)
     if count != len(sizes):
         sizes = [(pulled // count, pushed // count, sum(update for *_, update in sizes) / count)] * count
     memory_s = 1 / cluster.device.memory_bytes_s
@@ -350,7 +351,7 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
             for n, (pull, push, update) in enumerate(sizes)
         ],
         cluster=cluster,
-        devices=range(0, load.count * plan.devices, plan.devices),
+        devices=range(0, processes, plan.devices),
         bound=served.staleness,
         receive_s=cluster.to_host(pulled),
         send_s=cluster.to_host(pushed),
@@ -384,10 +385,12 @@ def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts
     )
 
 
-def _server_count(wanted: int | None, planned: int, clients: int, count: int, processes: int, leaves: int) -> int:
-    """Returns the number of simulated servers, each with at least one of `leaves`, for `count` clients on `processes`
-    processes, from the plan's. Raises ArgumentsError for more servers than processes."""
+def _server_count(
+    wanted: int | None, planned: int, clients: int, load: ClientLoad, *, processes: int, leaves: int
+) -> int:
+    """Returns the number of simulated servers, each with at least one of `leaves`: `wanted`, or as in a plan with
+    `planned` ones for `clients`. Raises ArgumentsError for more servers than processes."""
     if wanted is not None and wanted > processes:
         raise ArgumentsError(f"servers={wanted} of {processes} processes: give as many at most")
-    found = wanted or (planned if planned < clients else planned * count // clients)
+    found = wanted or (planned if planned < clients else planned * load.count // clients)
     return max(1, min(found, processes, leaves))
