@@ -44,7 +44,7 @@ from autopar.ways.way import Way
 
 @dataclass
 class _LastStep:
-    """What the next step takes over from the last one."""
+    """Keeps what the next step takes over from the last one."""
 
     segmented: SegmentedProgram | None = None  #: Its program, with which the next step begins.
     needed: Rows = field(default_factory=dict)  #: Row counts that it needed.

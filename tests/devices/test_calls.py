@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import autopar
-from autopar.run.devices import DevicesRunner
+from autopar.run.devices import _Arguments
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same, step
@@ -134,7 +134,7 @@ def test_what_a_step_returned_is_placed_no_more(monkeypatch: pytest.MonkeyPatch)
     planned = autopar.parallelize(_with_key, mesh=mesh_of(4))
     state, _ = planned({"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, BATCH)
     looked_at = []
-    monkeypatch.setattr(DevicesRunner, "_placed", lambda self, k, leaf: looked_at.append(k) or leaf)
+    monkeypatch.setattr(_Arguments, "_placed", lambda self, k, leaf: looked_at.append(k) or leaf)
     monkeypatch.setattr("autopar.run.devices.with_own_buffers", lambda *_: pytest.fail("nothing was moved"))
     for _ in range(3):
         state, _ = planned(state, BATCH)

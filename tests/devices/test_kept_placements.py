@@ -171,13 +171,13 @@ def test_a_numpy_array_may_change_and_is_told_of_where_it_does_not(warned: list[
 @pytest.mark.usefixtures("every_byte_counts")
 def test_on_hosts(warned: list[warnings.WarningMessage], monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a process with several devices."""
-    whole, shapes = hosts.HostRunner._whole, []
+    whole, shapes = hosts._Arguments._whole, []
 
     def counted(self: Any, k: int, along: Any, leaf: Any) -> Any:
         shapes.append(leaf.shape)
         return whole(self, k, along, leaf)
 
-    monkeypatch.setattr(hosts.HostRunner, "_whole", counted)
+    monkeypatch.setattr(hosts._Arguments, "_whole", counted)
     planned = autopar.parallelize(step, strategy=("ps", "hosts"), state_argnums=0, batch_axis=AXES)
     vectors, mine, theirs = vectors_of(), jnp.ones((V, 3)), jnp.ones((V, 3))
     for k, given in enumerate([vectors] * 3 + [np.array(vectors)] * 3):
