@@ -21,6 +21,7 @@ import contextlib
 import functools
 import itertools
 import math
+import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting
 
 #: Ids in the first message of an ask, which says how many there are; the rest follows in a second one.
 FIRST_IDS = 2047
+#: Tags of messages are from 1 to this: MPI has 32,768 of them at least.
+_TAGS = 32_000
 #: What `Exchange.swap` counts bytes by.
 Kind = Literal["ids", "rows", "gradients"]
 
@@ -103,6 +106,8 @@ class Exchange:
         #: Rings by `beside`.
         self._rings: dict[bool, Rings | NodeRings] = {}
         self._comm = comm
+        #: Of messages between two ranks: what they are exchanged for.
+        self._tag = 0
         self._scratch = Buffers(sets=1)
         #: Exchanges within this rank's machine, and its ranks; as far as nobody says otherwise, all.
         self.near, self.near_ranks = self, tuple(range(size))
@@ -127,6 +132,17 @@ class Exchange:
             yield
         finally:
             self._waiting, self.near._waiting = mine, near
+
+    @contextlib.contextmanager
+    def purpose(self, name: str) -> Iterator[None]:
+        """Takes messages only of ranks that exchange for the same purpose: others wait, in place of taking what isn't
+        meant for them."""
+        mine = self._tag, self.near._tag
+        self._tag = self.near._tag = 1 + zlib.crc32(name.encode()) % _TAGS
+        try:
+            yield
+        finally:
+            self._tag, self.near._tag = mine
 
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
         """Tells owners which rows this rank wants, and learns which of its own are wanted.
@@ -171,7 +187,7 @@ class Exchange:
         parts = [target[a:b] for a, b in pairwise(requested.bounds)]
         take_lines(source, requested.sources[self.rank], parts[self.rank])
         self.own_bytes["rows"] += parts[self.rank].nbytes
-        self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit)
+        self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit, self._tag)
         return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
@@ -200,7 +216,7 @@ class Exchange:
         own = sums[requested.bounds[self.rank] : requested.bounds[self.rank + 1]]
         parts = [own if part is None else received[part] for part in slices]
         self.own_bytes["gradients"] += parts[self.rank].nbytes
-        self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit)
+        self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit, self._tag)
         self._add_up(result, requested.sources, parts)
         return result
 
@@ -257,7 +273,9 @@ class Exchange:
             return [array]
         results = [aligned((n, *array.shape[1:]), array.dtype) for n in self._lengths(array)]
         results[self.rank][...] = array
-        self.sent_bytes["gather"] += swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
+        self.sent_bytes["gather"] += swap(
+            self._comm, self._waiting, [array] * self.size, results, self.limit, self._tag
+        )
         return results
 
     def through_first(self, sums: np.ndarray) -> None:
@@ -288,7 +306,7 @@ class Exchange:
         if own is not None and here is not None:
             here[...] = own
             self.own_bytes[kind] += own.nbytes
-        self.sent_bytes[kind] += swap(self._comm, self._waiting, sends, receives, self.limit)
+        self.sent_bytes[kind] += swap(self._comm, self._waiting, sends, receives, self.limit, self._tag)
 
     def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
         return Rings(self._comm, waiting)
@@ -322,7 +340,7 @@ class Exchange:
             parts.append(message[1:])
             sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
         first = [row if r in self._askers else None for r, row in enumerate(received)]
-        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first)
+        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first, self.limit, self._tag)
         return self._rest_of_ids(parts, received)
 
     def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -339,7 +357,7 @@ class Exchange:
                 wanted[r] = whole
                 rest[r] = whole[FIRST_IDS:]
         self.sent_bytes["ids"] += swap(
-            self._comm, self._waiting, [part[FIRST_IDS:] for part in parts], rest, self.limit
+            self._comm, self._waiting, [part[FIRST_IDS:] for part in parts], rest, self.limit, self._tag
         )
         return tuple(wanted)
 

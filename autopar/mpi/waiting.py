@@ -171,11 +171,12 @@ def swap(
     send: Sequence[np.ndarray | None],
     receive: Sequence[np.ndarray | None],
     limit: int = LIMIT,
+    tag: int = 0,
 ) -> int:
     """Sends `send[r]` to each rank r and fills `receive[r]` from it; returns the bytes sent.
 
     Both are contiguous arrays by rank, of the lengths that the other side has; None: nothing. Messages have at most
-    `limit` bytes.
+    `limit` bytes. Only those of the same tag are received.
     """
     size, sent = len(send), 0
     requests: list[Request] = []
@@ -183,10 +184,10 @@ def swap(
     sources = [(comm.rank - step) % size for step in range(1, size)]
     for source in sources:
         if (message := receive[source]) is not None:
-            requests.extend(comm.Irecv(piece, source) for piece in pieces(message, limit))
+            requests.extend(comm.Irecv(piece, source, tag) for piece in pieces(message, limit))
     for target in reversed(sources):
         if (message := send[target]) is not None:
-            requests.extend(comm.Isend(piece, target) for piece in pieces(message, limit))
+            requests.extend(comm.Isend(piece, target, tag) for piece in pieces(message, limit))
             sent += message.nbytes
     waiting.finish(requests)
     return sent

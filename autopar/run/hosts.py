@@ -101,7 +101,7 @@ class HostRunner(Runner):
         is_by_mpi, bucket_bytes = compiled.plan.reduction_backend == "mpi", None
         if exchange_.size > 1 and is_by_mpi:
             exchange_.rings_from, bucket_bytes = reductions_here()
-        self._ranks = Ranks(exchange_, joint=not is_by_mpi, devices=self._bound.rank_devices)
+        self._ranks = Ranks(exchange_, self._program.name, joint=not is_by_mpi, devices=self._bound.rank_devices)
         self._way = in_buckets(bucket_bytes)
         self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
 
@@ -111,6 +111,10 @@ class HostRunner(Runner):
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
+        with self._ranks.exchange.purpose(self._program.name):
+            return self._run(leaves)
+
+    def _run(self, leaves: Sequence[Leaf]) -> Pytree:
         self._ranks.step = PROGRESS.last.step
         self._try_smaller_bucket()  # before anything has changed
         self._require_memory(leaves)

@@ -271,7 +271,7 @@ class HostMaker(Maker):
     @staticmethod
     def of_plan(traced: jax.stages.Traced, planned: PlannedStep, inputs_of: Sequence[int | None]) -> HostMaker:
         """Returns the maker for a plan. `inputs_of`: for each leaf the step's input."""
-        ranks = Ranks(exchange(), joint=True)
+        ranks = Ranks(exchange(), "init", joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
         inputs, hosted = planned.compiled.analysed.inputs, hosted_inputs(planned)
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]

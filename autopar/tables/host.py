@@ -12,6 +12,7 @@ from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Index
+from autopar.launch.progress import PROGRESS, MarkKind
 from autopar.mpi.machines import exchange
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
 
@@ -105,8 +106,10 @@ class HostTable(PlacedLeaf):
         """Returns [n, ...]: rows by number, first axis first. Collective."""
         storage, ranks = self.storage, exchange()
         indices, back = np.unique(self.layout.storage_index(rows.astype(np.int64)), return_inverse=True)
-        requested = ranks.ask(indices, self.layout.shard_rows)
-        return ranks.fetch(requested, storage.rows[requested.rows])[back]
+        waits: MarkKind = "waits" if ranks.size > 1 else "computes"
+        with ranks.purpose("reading"), PROGRESS.during("reading rows of a table in host memory", waits):
+            requested = ranks.ask(indices, self.layout.shard_rows)
+            return ranks.fetch(requested, storage.rows[requested.rows])[back]
 
     def _written(self) -> np.ndarray:
         return self._on_host()  # a device may have no room for it

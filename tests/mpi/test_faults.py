@@ -257,9 +257,14 @@ for ids in autopar.shard(batches, step=train_step):
 @pytest.mark.parametrize(
     ("place", "fault", "message", "code"),
     [
-        ("ask", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(asking for rows\)", 137),
-        ("fetch", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(fetching rows\)", 137),
-        long("fetch", "raise ValueError('no rows')", r"failed, in step 3 \(fetching rows\)(.*\n)*.*no rows", 1),
+        ("ask", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(train_step: asking for rows\)", 137),
+        ("fetch", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(train_step: fetching rows\)", 137),
+        long(
+            "fetch",
+            "raise ValueError('no rows')",
+            r"failed, in step 3 \(train_step: fetching rows\)(.*\n)*.*no rows",
+            1,
+        ),
     ],
 )
 def test_a_rank_that_is_gone_while_rows_are_fetched_ahead(

@@ -95,3 +95,44 @@ def test_a_rank_that_is_awaited_beside_python_is_named(launch: Run, cases: list[
         assert f"{way}, {read}, {fault}" in output and "done" not in output, output
         named = re.findall(rf"rank (\d) \(process \d+ on \S+\) (?:{LEFT if fault == 'leaves' else SLEEPS})", output)
         assert named == ["1"], output
+
+
+ALONE = """
+import autopar, jax, jax.numpy as jnp, numpy as np
+from pathlib import Path
+
+rank = jax.process_index()
+runs = Path(f"runs-{rank}")
+run = len(runs.read_bytes()) if runs.exists() else 0
+runs.write_bytes(bytes(run + 1))
+
+@autopar.parallelize(strategy=("ps", "hosts"))
+def train_step(table, batch):
+    loss, slope = jax.value_and_grad(lambda t: jnp.mean(t[batch] ** 2))(table)
+    return table - 0.1 * slope, loss
+
+@autopar.parallelize
+def evaluate(table, batch):
+    return jnp.mean(table[batch] ** 2)
+
+table, batch = jnp.ones((50_000, 64)), np.arange(2048, dtype=np.int32) * 7
+for _ in range(2):
+    table, loss = train_step(table, batch)
+    float(evaluate(table, batch))
+if rank == 0 and run == 0:
+    np.asarray(table)
+if rank == 0 and run == 1:
+    float(evaluate(table, batch))
+for _ in range(2):
+    table, loss = train_step(table, batch)
+float(loss)
+"""
+
+
+def test_a_rank_that_reads_or_evaluates_alone_waits_and_is_named(launch: Run) -> None:
+    """It isn't sent what another rank's step sends."""
+    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "2"], ALONE)
+    told = re.findall(r"All ranks wait for each other.*", job.output)
+    assert job.code == 0 and len(told) == 2, job.output
+    assert "reading rows of a table in host memory" in told[0] and "asking for rows" in told[0]
+    assert "evaluate: asking for rows" in told[1] and "train_step: asking for rows" in told[1]

@@ -38,6 +38,8 @@ T = TypeVar("T")
 #: `EACH`: each device's own, behind one another along a new first axis.
 Placement = int | None
 EACH = -1
+#: Letters of a step's name in messages, which are short.
+_NAME = 24
 
 
 class Ranks:
@@ -54,10 +56,11 @@ class Ranks:
       step: The index of the step, for messages.
     """
 
-    def __init__(self, exchange: Exchange, *, joint: bool, devices: int | None = None) -> None:
-        """Takes a rank's exchange; `joint`: device programs are of all ranks; `devices`: how many of each rank run them
-        (None: all)."""
+    def __init__(self, exchange: Exchange, name: str, *, joint: bool, devices: int | None = None) -> None:
+        """Takes a rank's exchange. `name`: of the step, for messages; `joint`: device programs are of all ranks;
+        `devices`: how many of each rank run them (None: all)."""
         self.exchange = exchange
+        self._name = name[:_NAME]
         self.is_joint = joint and exchange.size > 1
         self.own_devices = jax.local_devices()[:devices]
         grid = np.array(self.own_devices).reshape(1, -1)
@@ -121,7 +124,7 @@ class Ranks:
     def _exchanged(self, what: str, exchange: Callable[..., T], *args: Pytree) -> T:
         """Exchanges something, marked as a wait for others, and named in profiles."""
         if self.exchange.size > 1:
-            mark(self.step, what, "waits")
+            mark(self.step, f"{self._name}: {what}", "waits")
         with TraceAnnotation(f"autopar: {what}"):
             result = exchange(*args)
         if self.exchange.size > 1:
