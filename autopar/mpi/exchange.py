@@ -340,7 +340,7 @@ class Exchange:
             parts.append(message[1:])
             sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
         first = [row if r in self._askers else None for r, row in enumerate(received)]
-        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first, self.limit, self._tag)
+        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first, tag=self._tag)
         return self._rest_of_ids(parts, received)
 
     def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
