@@ -455,7 +455,7 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
         bag_ids=placed,
         bag_id_bytes=number + weight,
         bag_count_bytes=counted,
-        bags_filled=0 if filled == count else filled,
+        bags_filled=filled if any(one.segments is not None for one in bags) else 0,
     )
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:

@@ -401,6 +401,15 @@ def test_owners_add_up_bags_while_that_sends_fewer_bytes(hosted: bool) -> None:
     assert "send rows" in names and "send sums" not in names
 
 
+def test_bags_by_segments_are_those_of_all_ranks() -> None:
+    """Each of 8 ranks is told how many ids of 160 bags are its own, and gets sums of the 21 that have ids of another."""
+    bags = {"bags": 80, "bags_filled": 21, "bag_ids": 1000, "bag_id_bytes": 2, "bag_count_bytes": 1, "devices": 4}
+    pooled = dataclasses.replace(LOAD, sizes=dataclasses.replace(LOAD.sizes, **bags), hosted=True)
+    for ranks in (4, 8):
+        sizes = host_sizes_at(pooled, ranks)
+        assert (sizes.bags, sizes.bag_sums, sizes.bag_bytes) == (20 * ranks, 21 * ranks, 2000 + ranks * 20 * ranks)
+
+
 def test_what_is_switched_off_costs_what_it_sends() -> None:
     """What ranks of a machine want alike crosses once, by node leaders; sums go to the first rank and back."""
     hosted = dataclasses.replace(LOAD, hosted=True, rows=lambda n: 900.0)  # all ranks want the same rows
