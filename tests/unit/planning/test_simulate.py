@@ -402,7 +402,7 @@ def test_owners_add_up_bags_while_that_sends_fewer_bytes(hosted: bool) -> None:
 
 
 def test_bags_by_segments_are_those_of_all_ranks() -> None:
-    """Each of 8 ranks is told how many ids of 160 bags are its own, and gets sums of the 21 that have ids of another."""
+    """Each rank is told how many ids of all bags are its own, and gets sums of those that have ids of another."""
     bags = {"bags": 80, "bags_filled": 21, "bag_ids": 1000, "bag_id_bytes": 2, "bag_count_bytes": 1, "devices": 4}
     pooled = dataclasses.replace(LOAD, sizes=dataclasses.replace(LOAD.sizes, **bags), hosted=True)
     for ranks in (4, 8):
