@@ -6,7 +6,6 @@ Clients are processes, or groups of them, which then train one replica by data p
 
 from __future__ import annotations
 
-import abc
 import math
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +14,7 @@ from autopar.errors import ArgumentsError, StabilityWarning, check_whole, is_num
 from autopar.jax_types import Pytree
 
 
-class Replicated(abc.ABC):
+class Replicated:
     """A way by which each client has weights of its own, and exchanges them with others."""
 
     clients: int | None
@@ -25,14 +24,15 @@ class Replicated(abc.ABC):
     delay: int = 0
     #: Partners of an exchange: a name in `ir.plan.TOPOLOGIES`, or "center" for servers that keep one.
     partners: str = "all"
+    _name: str = ""
     #: As for `Hybrid`.
     learning_rate: float | None = None
     curvature: float | Literal["measure"] | None = None
 
     @property
-    @abc.abstractmethod
     def name(self) -> str:
         """The way's name in texts."""
+        return self._name
 
     @property
     def call(self) -> str:
@@ -240,6 +240,7 @@ class Elastic(_Bounded):
     servers: int | None = None
 
     partners = "center"
+    _name = "elastic averaging"
 
     def __post_init__(self) -> None:
         check_clients(self.servers, "servers")
@@ -257,10 +258,6 @@ class Elastic(_Bounded):
     @property
     def period(self) -> int:
         return self.interval
-
-    @property
-    def name(self) -> str:
-        return "elastic averaging"
 
     def check_stable(self, slope: float) -> None:
         most = stable_alpha(1.0, slope)
@@ -296,10 +293,7 @@ class Hybrid(_Bounded):
     """
 
     delay = 1
-
-    @property
-    def name(self) -> str:
-        return "averaging beside the gradient"
+    _name = "averaging beside the gradient"
 
 
 @dataclass(frozen=True)
@@ -321,10 +315,7 @@ class DPSGD(_Bounded):
     """
 
     partners = "pairs"
-
-    @property
-    def name(self) -> str:
-        return "averaging with a neighbour in every step"
+    _name = "averaging with a neighbour in every step"
 
 
 @dataclass(frozen=True)
@@ -349,11 +340,8 @@ class ADPSGD(_Bounded):
     """
 
     delay = 1
+    _name = "averaging with neighbours at any time"
     partners = "neighbors"
-
-    @property
-    def name(self) -> str:
-        return "averaging with neighbours at any time"
 
 
 #: A way of training by replicas.

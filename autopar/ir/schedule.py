@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 from typing import Literal as Choice
 
 #: "F": forward. "B": backward, the gradients of a stage's inputs and weights; in a schedule with "W", gradients of
@@ -193,20 +194,14 @@ class Rule:
     make: Callable[[StageDevices, int], Schedule]
     stages_per_device: int = 1  #: The default; 1: never more.
 
+    microbatches: ClassVar[int] = 8  #: The default of M.
+    #: A stage may have several devices (and their memory may limit how stages are cut).
+    has_replicas: ClassVar[bool] = True
+
     @property
     def splits_backward(self) -> bool:
         """Its schedules have tasks for the gradients of weights."""
         return self.make(self.stage_devices((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
-
-    @property
-    def has_replicas(self) -> bool:
-        """A stage may have several devices (and their memory may limit how stages are cut)."""
-        return True
-
-    @property
-    def microbatches(self) -> int:
-        """The default of M."""
-        return 8
 
     def stage_devices(self, counts: Sequence[int], stages_per_device: int) -> StageDevices:
         """Returns the devices of each stage; `counts` has their numbers."""
@@ -229,9 +224,7 @@ class Rule:
 class CyclicRule(Rule):
     """Gives each of D devices V stages (d, D + d, 2 D + d, ...), without replicas; microbatches come in groups of D."""
 
-    @property
-    def has_replicas(self) -> bool:
-        return False
+    has_replicas = False
 
     def stage_devices(self, counts: Sequence[int], stages_per_device: int) -> StageDevices:
         return tuple((k % (len(counts) // stages_per_device),) for k in range(len(counts)))
@@ -257,9 +250,7 @@ class AsynchronousRule(Rule):
     stashes: bool = False  #: A minibatch's backward sees the weights that its forward saw.
     predicts: bool = False  #: Both see the weights that are predicted for the end of the minibatch.
 
-    @property
-    def microbatches(self) -> int:
-        return 1
+    microbatches = 1
 
     def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
         if microbatches > 1:

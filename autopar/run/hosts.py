@@ -76,7 +76,7 @@ class HostRunner(Runner):
         if stack is not None:
             self._callers_inputs, self._callers_outputs = stack.inputs, stack.outputs
         self._begin_ranks(compiled, in_buckets)
-        self._arguments = arguments = _Arguments(program, bound, self._ranks)
+        self._arguments = arguments = _Arguments(program, bound, self.ranks)
         self._tables = _hosted(program, bound)
         self._dense = frozenset(arguments.states - set(self._tables))  #: Dense leaves of the state.
         self._new = {out: k for k, out in program.new_states.items()}
@@ -91,7 +91,7 @@ class HostRunner(Runner):
         self._buckets = _shape_buckets(program, bound)
         self._pulled = {f.family for f in bound.families if f.on_hosts and f.table.pulled}
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
-        self._log_programs = [HostLogPrograms(e, self._ranks.host) for e in flushes(compiled.program.block)]
+        self._log_programs = [HostLogPrograms(e, self.ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, SegmentedProgram] = {}
         self._last, self._is_first = _LastStep(), True
 
@@ -101,21 +101,17 @@ class HostRunner(Runner):
         is_by_mpi, bucket_bytes = compiled.plan.reduction_backend == "mpi", None
         if exchange_.size > 1 and is_by_mpi:
             exchange_.rings_from, bucket_bytes = reductions_here()
-        self._ranks = Ranks(exchange_, self._program.name, joint=not is_by_mpi, devices=self._bound.rank_devices)
+        self.ranks = Ranks(exchange_, self._program.name, joint=not is_by_mpi, devices=self._bound.rank_devices)
         self._way = in_buckets(bucket_bytes)
         self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
 
-    @property
-    def ranks(self) -> Ranks:
-        return self._ranks
-
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
-        with self._ranks.exchange.purpose(self._program.name):
+        with self.ranks.exchange.purpose(self._program.name):
             return self._run(leaves)
 
     def _run(self, leaves: Sequence[Leaf]) -> Pytree:
-        self._ranks.step = PROGRESS.last.step
+        self.ranks.step = PROGRESS.last.step
         self._try_smaller_bucket()  # before anything has changed
         self._require_memory(leaves)
         shards = self._storages(leaves)
@@ -201,7 +197,7 @@ class HostRunner(Runner):
             is_same = ahead.segmented is self._last.segmented and ahead.fits
             is_same = is_same and all(ahead.versions.get(table) == table.version for table in current)
             usable = 2 if ahead.fetched and is_same else 1
-        usable = self._ranks.least(usable)
+        usable = self.ranks.least(usable)
         if usable:
             ahead.fetched = ahead.fetched if usable > 1 else {}
             step.ahead = ahead
@@ -234,7 +230,7 @@ class HostRunner(Runner):
         for log in logs:
             n = len(log.entries)
             (_, *entries), rest = rest[:n], rest[n:]  # stamps are written in place
-            log.wrote([np.asarray(self._ranks.own(x)) for x in entries])
+            log.wrote([np.asarray(self.ranks.own(x)) for x in entries])
         return results[:start]
 
     # --- programs ---
@@ -261,9 +257,9 @@ class HostRunner(Runner):
         if segmented is None:
             plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._way)
-            donated = self._dense if self._donate and not self._ranks.is_joint else frozenset[int]()
-            mark(self._ranks.step, "compiling", "compiles")
-            segmented = SegmentedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
+            donated = self._dense if self._donate and not self.ranks.is_joint else frozenset[int]()
+            mark(self.ranks.step, "compiling", "compiles")
+            segmented = SegmentedProgram(program, plan, self.ranks, self._buckets, bucket, donated)
             self._programs[bucket] = segmented
         return segmented
 
@@ -276,9 +272,9 @@ class HostRunner(Runner):
             wanted = {}
             for k, leaf in coming.items():
                 axis, layout, path = self._hosted[k]
-                shape = (layout.held_on(self._ranks.exchange.rank), *leaf.shape[:axis], *leaf.shape[axis + 1 :])
+                shape = (layout.held_on(self.ranks.exchange.rank), *leaf.shape[:axis], *leaf.shape[axis + 1 :])
                 wanted[path] = shape, leaf.dtype
-            require_memory(self._ranks.exchange, wanted)
+            require_memory(self.ranks.exchange, wanted)
 
     def _is_placed(self, k: int, leaf: Leaf) -> bool:
         return isinstance(leaf, HostTable) and leaf.layout == self._hosted[k][1]
@@ -291,7 +287,7 @@ class HostRunner(Runner):
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
                 leaf = np.asarray(leaf) if is_table(leaf) else global_arrays.local(leaf)
-                storages[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
+                storages[k] = HostRows.of(leaf, axis, layout, self.ranks.exchange.rank, path)
                 continue
             storage = leaf.waiting
             again = any(storage is other for other in storages.values())
@@ -306,7 +302,7 @@ class HostRunner(Runner):
             if isinstance(of, int):
                 tables[k] = shards[of]
             else:
-                starts = of.indices[0].shape.starts_on(self._ranks.exchange.rank)
+                starts = of.indices[0].shape.starts_on(self.ranks.exchange.rank)
                 tables[k] = stacked([shards[j] for j in of.inputs], layout, starts, self._program.name)
         return tables
 
@@ -322,7 +318,7 @@ class HostRunner(Runner):
 
     def _separated(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """Copies leaves of the state that share a buffer with another leaf."""
-        if not self._donate or self._ranks.is_joint or self._are_own(leaves):
+        if not self._donate or self.ranks.is_joint or self._are_own(leaves):
             return leaves
         return with_own_buffers(leaves, self._dense)
 
@@ -339,7 +335,7 @@ class HostRunner(Runner):
             return value
         if isinstance(value, HostRows):
             return _read(value)
-        state, ranks = self._local.outputs[out], self._ranks
+        state, ranks = self._local.outputs[out], self.ranks
         if isinstance(state, Spread) and not (state.owner or ranks.is_joint) and ranks.exchange.size > 1:
             return self._global_array(value, state.axis)
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
@@ -347,12 +343,12 @@ class HostRunner(Runner):
     def _on_all(self, result: Leaf) -> Leaf:
         """Replicates a result on every rank; tables stay as they are."""
         with PROGRESS.during("gathering results", "waits") if global_arrays.is_global(result) else nullcontext():
-            return self._ranks.own(global_arrays.whole_everywhere(result))
+            return self.ranks.own(global_arrays.whole_everywhere(result))
 
     def _global_array(self, part: Leaf, along: int) -> jax.Array:
-        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
+        mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self.ranks.exchange.size, -1), ("ranks", "local"))
         spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
-        shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
+        shape = (*part.shape[:along], part.shape[along] * self.ranks.exchange.size, *part.shape[along + 1 :])
         sharding = jax.sharding.NamedSharding(mesh, spec)
         return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 

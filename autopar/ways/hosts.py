@@ -66,9 +66,7 @@ class OnHosts(Way):
     def keeps_shards(self) -> bool:
         return False
 
-    @property
-    def divides(self) -> bool:
-        return True
+    divides = True
 
     def classified(self, program: Program) -> tuple[Program, str]:
         """Finds tables, and marks dense leaves that the strategy puts on hosts."""

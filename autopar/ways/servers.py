@@ -81,10 +81,7 @@ class OnServers(WithClients):
     def defers(self) -> bool:
         return False
 
-    @property
-    def divides(self) -> bool:
-        """True: the step is cut at its gradients, so the batch is followed in any case."""
-        return True
+    divides = True  # the step is cut at its gradients, so the batch is followed in any case
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         made: list[Pass] = [

@@ -126,9 +126,7 @@ class InStages(Way):
     def defers(self) -> bool:
         return False
 
-    @property
-    def divides(self) -> bool:
-        return True
+    divides = True
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         made = [*self._updated_once(bound), ("split_pipeline", partial(self._split_pipeline, measured))]

@@ -117,10 +117,8 @@ class Way:
         """Says whether rows may wait for later steps."""
         return self.options.sparse == "exact"
 
-    @property
-    def divides(self) -> bool:
-        """Says whether the batch is analysed on one device, too, and must divide evenly over devices."""
-        return False
+    #: Whether the batch is analysed on one device, too, and must divide evenly over devices.
+    divides: ClassVar[bool] = False
 
     @property
     def analyses(self) -> tuple[Analysis, ...]:
