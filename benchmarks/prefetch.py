@@ -7,7 +7,9 @@ import functools
 import statistics
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from benchmarks.ranks import RANK, Ranks, serve, started
 
 RANKS, ROWS, DIM, EXAMPLES, LENGTH, WIDTH = 2, 200_000, 128, 1024, 16, 256
 STEPS, TURNS = 10, 7
+#: What accelerators would take for a step of `accelerators`.
+WAIT_MS = 60
 RATES = ("10gbit", "1gbit")
 #: Exponents of Zipf distributed ids; None: any row as likely as any other.
 EXPONENTS = {"uniform": None, "Zipf (1.1)": 1.1}
@@ -26,24 +30,39 @@ EXPONENTS = {"uniform": None, "Zipf (1.1)": 1.1}
 def prefetch() -> None:
     """A step on 2 hosts with a table in their memory: ids and rows in the step that needs them, or beside the one
     before."""
-    for rate in RATES:
+    _on_hosts("adagrad")
+
+
+def deferred() -> None:
+    """The same with AdamW, weight decay and clipped gradients: rows are brought up to date as well."""
+    _on_hosts("adamw")
+
+
+def accelerators() -> None:
+    """Both, with a wait in place of most of the devices' work: accelerators leave the hosts' cores alone."""
+    for optimizer in ("adagrad", "adamw"):
+        _on_hosts(optimizer, RATES[1:], wait_ms=WAIT_MS)
+
+
+def _on_hosts(optimizer: str, rates: Sequence[str] = RATES, wait_ms: float = 0) -> None:
+    for rate in rates:
         with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), rate=rate) as made:
             options: Any = {"wrapper": made.wrapper, "environment": {**ENVIRONMENT, "PJRT_NPROC": "1"}}
             options["environment"]["XDG_CACHE_HOME"] = folder
             with started("hosts", RANKS, "benchmarks.prefetch", **options) as ranks:
                 for name, exponent in EXPONENTS.items():
-                    _compare(ranks, f"{rate}, {name}", exponent)
+                    _compare(ranks, f"{optimizer}, {rate}, {name}", exponent, optimizer, wait_ms)
 
 
 def one_machine() -> None:
     """The same by two ranks of one machine, which do nothing ahead unless they are made to."""
     with started("ranks", RANKS, "benchmarks.prefetch") as ranks:
         for name, exponent in EXPONENTS.items():
-            _compare(ranks, f"one machine, {name}", exponent)
+            _compare(ranks, f"one machine, {name}", exponent, "adagrad")
 
 
-def _compare(ranks: Ranks, name: str, exponent: float | None) -> None:
-    size, again = ranks("prepare", exponent=exponent)[0]
+def _compare(ranks: Ranks, name: str, exponent: float | None, optimizer: str, wait_ms: float = 0) -> None:
+    size, again = ranks("prepare", exponent=exponent, optimizer=optimizer, wait_ms=wait_ms)[0]
     found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for _ in range(TURNS):
         for way, taken in found.items():
@@ -52,7 +71,7 @@ def _compare(ranks: Ranks, name: str, exponent: float | None) -> None:
     print(
         f"{name}: a rank gets {size:.1f} MB a step, {again:.0%} of them written by the step before; {off:.1f} ms a "
         f"step, of which {exchanged:.1f} for ids and rows; beside the step before {on:.1f} ms, {on / off:.2f} of the "
-        f"time: {(off - on) / exchanged:.0%} are hidden",
+        f"time: {off - on:.1f} ms are hidden",
         flush=True,
     )
 
@@ -63,10 +82,13 @@ class _Rank:
     def __init__(self) -> None:
         self._steps: dict[bool, Any] = {}
         self._exchanged_s = 0.0
+        self._wait_s = self._ends_s = 0.0
 
-    def prepare(self, exponent: float | None) -> tuple[float, float]:
+    def prepare(self, exponent: float | None, optimizer: str, wait_ms: float) -> tuple[float, float]:
         """Makes both steps and runs them; returns MB of rows that the rank gets in a step, and the share of them that
-        the step before writes."""
+        the step before writes.
+
+        `wait_ms`: from when a step has its rows until devices have their gradients; they compute little then."""
         import jax
         import jax.numpy as jnp
         import optax
@@ -78,7 +100,12 @@ class _Rank:
         ranks.Ranks.hides_exchanges = staticmethod(lambda exchange: True)  # on one machine as well
         for name in () if self._steps else ("ask", "fetch"):
             setattr(ranks.Ranks, name, self._timed(getattr(ranks.Ranks, name)))
-        optimizer = optax.adagrad(0.01)
+        self._wait_s = wait_ms / 1e3
+        for name in () if self._steps else ("fetch", "fetch_part", "deliver"):
+            setattr(ranks.Ranks, name, self._waiting(getattr(ranks.Ranks, name), is_end=name == "deliver"))
+        width = 8 if wait_ms else WIDTH
+        clipped = optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=1e-2)
+        update = {"adagrad": optax.adagrad(0.01), "adamw": optax.chain(*clipped)}[optimizer]
 
         def loss(params: Any, batch: Any) -> Any:
             x = jnp.tanh(params["words"][batch["ids"]]).reshape(-1, LENGTH * DIM) @ params["in"]
@@ -88,15 +115,15 @@ class _Rank:
 
         def step(state: Any, batch: Any) -> Any:
             value, gradients = jax.value_and_grad(loss)(state["params"], batch)
-            updates, slots = optimizer.update(gradients, state["slots"], state["params"])
+            updates, slots = update.update(gradients, state["slots"], state["params"])
             return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, value
 
         def make() -> Any:
             keys = jax.random.split(jax.random.key(0), 5)
-            layers = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[2:]]
-            first = jax.random.normal(keys[1], (LENGTH * DIM, WIDTH)) / WIDTH**0.5
+            layers = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys[2:]]
+            first = jax.random.normal(keys[1], (LENGTH * DIM, width)) / width**0.5
             params = {"words": jax.random.normal(keys[0], (ROWS, DIM)), "in": first, "layers": layers}
-            return {"params": params, "slots": optimizer.init(params)}
+            return {"params": params, "slots": update.init(params)}
 
         rng = np.random.default_rng(0)
         shape = EXAMPLES, LENGTH
@@ -127,6 +154,18 @@ class _Rank:
                 self._exchanged_s += time.perf_counter() - start
 
         return timed
+
+    def _waiting(self, call: Any, *, is_end: bool) -> Any:
+        @functools.wraps(call)
+        def waiting(*arguments: Any) -> Any:
+            if is_end:
+                time.sleep(max(0.0, self._ends_s - time.perf_counter()))
+            result = call(*arguments)
+            if threading.current_thread() is threading.main_thread():
+                self._ends_s = time.perf_counter() + self._wait_s
+            return result
+
+        return waiting
 
     def train(self, way: bool) -> tuple[float, float]:
         """Milliseconds of a step, and of exchanges of ids and rows, whether or not they are beside a step."""

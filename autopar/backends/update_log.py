@@ -135,8 +135,8 @@ class UpdateLog(Generic[Programs]):
     @uninterrupted
     @jax_compat.outside_traces()
     def make_room(self) -> None:
-        """Makes room for a step, and brings some rows up to the end of the older part, so that it is free in time."""
-        replay, calls = self.programs.replay, self.programs.calls
+        """Makes room for a step."""
+        replay = self.programs.replay
         if self.now >= replay.length:
             self.now = int(local(self.steps[0]))
         if self.now >= replay.length:
@@ -147,8 +147,14 @@ class UpdateLog(Generic[Programs]):
                 self.now, self.older, self.seen = replay.part, older, 0
         if self.now >= replay.part + replay.prepared:
             self.programs.prepare(self)
+
+    @uninterrupted
+    @jax_compat.outside_traces()
+    def catch_up_some(self) -> None:
+        """Brings some rows up to the end of the older part, so that it is free in time: once each step."""
         if self.older is None:
             return
+        replay, calls = self.programs.replay, self.programs.calls
         now, *records = self.older
         _, segment, *rest = self.steps
         closed = [now, segment, *records, *rest[len(records) :]]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.analysis.flow import prefix_of
+from autopar.analysis.prefix import prefix_of
 from autopar.backends.host.ranks import Ranks
 from autopar.cost.exchange import host_terms
 from autopar.ir.cluster import ClusterSpec
@@ -91,7 +91,7 @@ _STAKES: Mapping[str, _Stake] = {
 }
 
 
-# --- rows of tables on hosts that are fetched beside the step before (`analysis.flow.prefix_of`) ---
+# --- rows of tables on hosts that are fetched beside the step before (`analysis.prefix.prefix_of`) ---
 
 
 def prefetch_note(planned: PlannedStep) -> str:
@@ -121,12 +121,14 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
         return ["nothing is fetched ahead, as node leaders fetch for several ranks"]
     paths: dict[str, list[str]] = {}
     for space in ran.analysed.facts.spaces:
-        text = "rows of the next batch are asked for beside a step, and fetched as far as it doesn't write them"
+        to_date = "brought up to date by what its update log is expected to get, " * space.deferred
+        text = (
+            f"rows of the next batch are asked for beside a step, {to_date}and fetched as far as it doesn't write them"
+        )
         if space.family not in asked:
             text = "nothing is asked for ahead, as ids depend on the state"
         elif space.family not in fetched:
             reason = "what is sent depends on other values than rows of tables"
-            reason = "rows that a step doesn't touch move, too" if space.deferred else reason
             reason = "owners add up bags of them" if space.family in pooled else reason
             text = f"rows of the next batch are asked for beside a step, but not fetched, as {reason}"
             text = text if fetched else f"nothing is fetched ahead, as {reason}"

@@ -312,6 +312,7 @@ class _Logs:
         for programs, log in zip(self.programs, logs, strict=True):
             if log is not None:
                 log.make_room()
+                log.catch_up_some()
                 for k, stored in zip(programs.leaves, log.leaves, strict=True):
                     leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, logs

@@ -41,6 +41,9 @@ from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 from autopar.ways.way import Way
 
+#: Steps in a row that write something unexpected to update logs, after which rows are brought up to date when needed.
+_SURPRISES = 3
+
 
 @dataclass
 class _LastStep:
@@ -52,6 +55,7 @@ class _LastStep:
     routes: Mapping[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
     #: The next step, as far as it ran beside it, and the leaves of its batch.
     ahead: tuple[Ahead, Mapping[int, weakref.ref[Leaf]]] | None = None
+    surprises: int = 0  #: How often in a row a step has written something else to its update logs than was expected.
     #: Dense leaves of the state that it returned.
     returned: Mapping[int, weakref.ref[Leaf]] = field(default_factory=dict)
 
@@ -123,11 +127,13 @@ class HostRunner(Runner):
         before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._unchanged.items()}
         needs = {f: self._last.needed[f] for f in self._last.routes}
         step = RunningStep({}, dict(self._last.routes), needs, lagging=lagging, is_first=self._is_first)
+        step.catch_up_some = functools.partial(_catch_up_some, logs)
         self._is_first = False  # on all ranks, even if the step fails
         known = self.upcoming if self._prefetches else None
         step.looks_ahead = known is not None
         upcoming = {} if known is None else known.after(leaves)
-        self._use_ahead(step, leaves, tables)
+        self._use_ahead(step, leaves, inputs)
+        step.expects = self._last.surprises < _SURPRISES
         try:
             results = self._write_logs(self._run_step(inputs, step, upcoming), logs)
             returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
@@ -155,7 +161,7 @@ class HostRunner(Runner):
         segmented = self._last.segmented or self._compiled_for(self._buckets.least)
         while True:
             is_known = self._last.segmented in (None, segmented)  # the caller announces the first compilation
-            following, batch = self._begin_next(segmented, upcoming)
+            following, batch = self._begin_next(segmented, upcoming, expects=step.expects)
             step.following = following
             try:
                 with nullcontext() if is_known else compiling(self._program.name):
@@ -173,33 +179,37 @@ class HostRunner(Runner):
     # --- the part of a step that runs beside the one before it ---
 
     def _begin_next(
-        self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf]
+        self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf], *, expects: bool
     ) -> tuple[Ahead | None, Mapping[int, weakref.ref[Leaf]]]:
         """Begins the next step if its batch is known; returns it, and the leaves of that batch."""
-        numbers = segmented.ahead_inputs or ()
+        numbers = segmented.ahead_inputs(expects=expects)
         known = {k: at for k in numbers if isinstance(at := self._callers_inputs[k], int) and at in upcoming}
         if not numbers or len(known) < len(numbers):
             return None, {}
         ahead = segmented.begin([self._arguments.place(k, upcoming[at]) for k, at in known.items()])
         return ahead, {at: weakref.ref(upcoming[at]) for at in known.values()}
 
-    def _use_ahead(self, step: RunningStep, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> None:
+    def _use_ahead(self, step: RunningStep, leaves: Sequence[Leaf], inputs: Sequence[Leaf]) -> None:
         """Takes over what ran of this step beside the last one, as far as all ranks can use it.
 
-        Nothing if a rank gets another batch; routes alone if tables were written in between, or rows don't fit.
+        Nothing if a rank gets another batch; routes alone if tables were written in between, rows don't fit, or the
+        last step wrote something else to its update logs than was expected.
         """
         if self._last.ahead is None:
             return
         (ahead, batch), self._last.ahead = self._last.ahead, None
         usable = 0
         if all(leaf() is leaves[k] for k, leaf in batch.items()):
-            current = [tables[k] for k in ahead.segmented.ahead_tables]
-            is_same = ahead.segmented is self._last.segmented and ahead.fits
-            is_same = is_same and all(ahead.versions.get(table) == table.version for table in current)
-            usable = 2 if ahead.fetched and is_same else 1
+            is_same = ahead.segmented is self._last.segmented and ahead.fits and bool(ahead.fetched)
+            is_same = is_same and all(ahead.versions.get(inputs[k]) == inputs[k].version for k in ahead.tables)
+            as_expected = all(np.asarray(inputs[k]).tobytes() == x.tobytes() for k, x in ahead.entries.items())
+            usable = 3 if is_same and as_expected else 2 if is_same else 1
         usable = self.ranks.least(usable)
         if usable:
-            ahead.fetched = ahead.fetched if usable > 1 else {}
+            if usable > 1 and ahead.entries:
+                self._last.surprises = 0 if usable == 3 else self._last.surprises + 1
+            if usable < 3:
+                ahead.fetched, ahead.caught = {}, {}
             step.ahead = ahead
             step.routes |= ahead.running.routes
             step.needs |= ahead.running.needs
@@ -453,6 +463,11 @@ def _shape_buckets(program: Program, bound: ProgramPlan) -> ShapeBuckets:
         if space.family in least and (space.depends_on or is_fixed):
             least[space.family] = limits[space.family]
     return ShapeBuckets(least, limits)
+
+
+def _catch_up_some(logs: Sequence[AnyLog]) -> None:
+    for log in logs:
+        log.catch_up_some()
 
 
 def _hosted(program: Program, bound: ProgramPlan) -> dict[int, tuple[int, RowLayout, str]]:

@@ -20,21 +20,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.analysis.flow import Prefix, prefix_of
+from autopar.analysis.prefix import Expected, LogAhead, Prefix, first_program, prefix_of
 from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
+from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.ranks import EACH, Placement, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
-from autopar.backends.row_backend import reduce_some
+from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Spread
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.reductions import REDUCERS
 from autopar.jax_types import Array, Dtype, Index, Leaf
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
@@ -64,6 +64,11 @@ class HostRoute:
         """Rows of this owner that are asked for."""
         return len(self.requested.rows)
 
+    @property
+    def read(self) -> np.ndarray:
+        """The rows that are read, that of padding included."""
+        return np.where(np.arange(len(self.rows)) < self.count, self.rows, self.spare)
+
 
 @dataclass(eq=False)
 class RunningStep:
@@ -79,6 +84,8 @@ class RunningStep:
       beside: Reductions under way beside programs, and where their results go.
       bags: By the operands that bags are made of.
       lagging: Tables whose rows are brought up to date when they are pulled.
+      catch_up_some: Brings some lagging rows up to date, beside the devices' first program.
+      expects: Whether rows of deferred tables are brought up to date ahead.
       is_first: Whether it is the first one of all ranks, which then agree on a bucket.
       has_written: Whether a table has changed.
       ahead: What was done of it beside the step before.
@@ -94,6 +101,8 @@ class RunningStep:
     beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Array]]]] = field(default_factory=list)
     bags: dict[tuple[Atom, ...], RequestedBags] = field(default_factory=dict)
     lagging: frozenset[HostRows] = frozenset()
+    catch_up_some: Callable[[], None] | None = None
+    expects: bool = True
     is_first: bool = False
     has_written: bool = False
     ahead: Ahead | None = None
@@ -112,8 +121,14 @@ class Ahead:
     is_there: bool = False  #: Whether all ranks have asked for its rows.
     #: The rows that were fetched, and the part of them that the step before writes and that is still to come.
     fetched: dict[Equation, tuple[np.ndarray, RequestedPart]] = field(default_factory=dict)
-    #: The tables that they are of, at the versions that this step leaves.
+    tables: tuple[int, ...] = ()  #: Inputs that they are of.
+    #: These, at the versions that this step leaves.
     versions: MutableMapping[HostRows, int] = field(default_factory=weakref.WeakKeyDictionary)
+    #: What the step before was expected to write to update logs, and what these are by then, by input.
+    new_entries: dict[Atom, Leaf] = field(default_factory=dict)
+    entries: dict[int, np.ndarray] = field(default_factory=dict)
+    #: Pulls of deferred tables -> which rows the step before writes; and all, the others brought up to date.
+    caught: dict[Equation, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
     @property
     def fits(self) -> bool:
@@ -173,24 +188,32 @@ class SegmentedProgram:
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
         alone = ranks.is_joint or ranks.exchange.size == 1 or not ranks.exchange.knows_lists
-        prefix = None if alone else prefix_of(program, items, self._layouts)
-        #: What runs ahead, if rows do: ids alone aren't worth that the ranks agree on them.
-        self._prefix = prefix if prefix is not None and prefix.fetches else None
-        self._ids_ahead, self._owners_ahead = list[_Action](), list[_Action]()
-        #: Inputs of the batch that the prefix reads, and tables that rows are pulled of.
-        self.ahead_inputs: tuple[int, ...] | None = None
-        self.ahead_tables: tuple[int, ...] = ()
-        if self._prefix is not None:
-            prefix, pulled = self._prefix, {e.inputs[0] for e in self._prefix.pulls}
+        found = [None if alone else prefix_of(program, items, self._layouts, deferred=own) for own in (False, True)]
+        #: What runs ahead, without and with deferred rows, if rows do: ids alone aren't worth that the ranks agree.
+        self._prefixes = [prefix if prefix is not None and prefix.fetches else None for prefix in found]
+        self._ids_ahead, self._by_item = list[_Action](), list(actions)
+        prefix = self._prefixes[True]
+        self._batch = () if prefix is None else tuple(k for k, v in enumerate(self._inputs) if v in prefix.inputs)
+        self._actions = actions
+        if prefix is not None:
             self._ids_ahead = [actions[k] for k in prefix.ids]
-            self._owners_ahead = [actions[k] for k in prefix.owners]
-            self.ahead_inputs = tuple(k for k, v in enumerate(self._inputs) if v in prefix.inputs)
-            self.ahead_tables = tuple(k for k, v in enumerate(self._inputs) if v in pulled)
             for k in prefix.ids:
                 actions[k] = _unless_known(actions[k], items[k])
-            actions.insert(prefix.start + 1, functools.partial(self._run_ahead, prefix))
-            self.segments.insert(prefix.start + 1, "ask for the next step's rows")
-        self._actions = actions
+            for k in prefix.owners:
+                actions[k] = _unless_caught_up(actions[k], items[k], prefix.logs)
+            self._insert(prefix.start + 1, "ask for the next step's rows", self._run_ahead)
+        if flushes(program.block):
+            start = first_program(items)
+            k = len(items) if start is None else start + 1
+            self._insert(k, "bring some rows up to date that wait", _catch_up_some)
+        if prefix is not None and prefix.expected is not None:
+            expected = self._segment(ProgramSegment("device", 0, prefix.expected.block, frozenset()), False)
+            act = functools.partial(self._expect, prefix.expected, expected)
+            self._insert(prefix.start, "compute what update logs will get", act)
+
+    def _insert(self, k: int, text: str, act: _Action) -> None:
+        self._actions.insert(k, act)
+        self.segments.insert(k, text)
 
     def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
         """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -286,18 +309,29 @@ class SegmentedProgram:
 
     # --- the next step's prefix, beside this step ---
 
+    def ahead_inputs(self, *, expects: bool) -> tuple[int, ...]:
+        """Returns the inputs of the batch that what runs ahead reads; () if nothing does. `expects`: as in a step."""
+        return self._batch if self._prefixes[expects] is not None else ()
+
     def begin(self, batch: Sequence[Leaf]) -> Ahead:
         """Calls the programs of a next step's ids: on one device programs run in the order of their calls, and what is
         called beside this step's own would wait for it. `batch`: the leaves of `ahead_inputs`."""
-        assert self.ahead_inputs is not None, "there is a prefix"
-        running = RunningStep({self._inputs[k]: leaf for k, leaf in zip(self.ahead_inputs, batch, strict=True)})
+        running = RunningStep({self._inputs[k]: leaf for k, leaf in zip(self._batch, batch, strict=True)})
         for act in self._ids_ahead:
             act(running)
         return Ahead(self, running)
 
-    def _run_ahead(self, prefix: Prefix, step: RunningStep) -> None:
+    def _expect(self, expected: Expected, act: _Action, step: RunningStep) -> None:
+        """Calls the program of what this step is expected to write to its update logs, ahead of its own programs."""
+        if step.looks_ahead and step.expects and step.following is not None:
+            running = RunningStep(step.values | {v: np.ones(v.shape, v.dtype) for v in expected.assumed})
+            act(running)
+            step.following.new_entries = {v: running.values[v] for v in expected.block.outputs}
+
+    def _run_ahead(self, step: RunningStep) -> None:
         """Asks for the next step's rows and fetches those that this step doesn't write, if all ranks know the batch."""
-        if step.looks_ahead:
+        prefix = self._prefixes[step.expects]
+        if step.looks_ahead and prefix is not None:
 
             def ask() -> None:
                 with self._ranks.exchange.beside():
@@ -314,30 +348,54 @@ class SegmentedProgram:
             self._route(prefix.routes, running)
         ahead.values = {v: x for v, x in running.values.items() if v in prefix.values}
         tables = {e.inputs[0]: step.values[e.inputs[0]] for e in prefix.pulls}
+        entries = self._entries(prefix.logs, step, ahead)
         can_fetch = ahead.fits and step.lagging.isdisjoint(tables.values())
+        can_fetch = can_fetch and all(entries[log.now] < log.length for log in prefix.logs)  # else it is emptied first
         ahead.is_there = True
         if not self._ranks.least(can_fetch):
             return
-        running.values |= tables
+        running.values |= tables | entries
         for equation in prefix.pulls:
             leaf, route = (running.values[a] for a in equation.inputs)
             running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
-        for act in self._owners_ahead:  # on CPUs a thread's programs wait for those that it called before, no others
-            act(running)
+        written = {family: self._written(prefix, step, family) for family in map(_family, prefix.routes)}
+        later: dict[LogAhead, np.ndarray] = {}
+        for log in prefix.logs:  # rows that this step writes are up to date by then
+            route, stamped = running.values[log.stamps.inputs[1]], running.values[log.stamps.outputs[0]]
+            later[log] = np.flatnonzero(np.isin(route.read, written[log.family]))
+            stamped[later[log]] = entries[log.now]
+        for k in prefix.owners:  # on CPUs a thread's programs wait for those that it called before, no others
+            self._by_item[k](running)
+        for log, which in later.items():
+            if log.caught:
+                ahead.caught |= {pull: (which, _copy(self._value(running, v))) for pull, v in log.caught.items()}
+                stamps = np.full_like(running.values[log.stamps.outputs[0]], entries[log.now])
+                ahead.caught[log.stamps] = which, stamps
         parts: dict[int, tuple[RequestedPart, RequestedPart]] = {}
         for equation in prefix.fetches:
             rows, route = (self._value(running, a) for a in equation.inputs)
             family = _family(equation.inputs[1])
             if family not in parts:
-                written = step.routes[family][0].rows[: None if family in prefix.written else 0]
-                parts[family] = self._ranks.divide(route.requested, written)
+                parts[family] = self._ranks.divide(route.requested, written[family])
             early, late = parts[family]
             first = _owned(equation, rows, route)
             out = self._memory(equation, first, route)
             self._ranks.fetch_part(early, first, out)
             ahead.fetched[equation] = out, late
+        ahead.tables = tuple(k for k, v in enumerate(self._inputs) if v in tables)
+        ahead.entries = {k: entries[v] for k, v in enumerate(self._inputs) if v in entries}
         ahead.versions.update((table, table.version) for table in tables.values())
         running.values.clear()  # no table is kept alive for a step that may never come
+
+    def _entries(self, logs: Sequence[LogAhead], step: RunningStep, ahead: Ahead) -> dict[Atom, np.ndarray]:
+        """Returns update logs' entries as they are expected to be after a step."""
+        new = RunningStep(ahead.new_entries)
+        pairs = ((old, after) for log in logs for old, after in log.entries.items())
+        return {old: np.asarray(self._value(step if after is old else new, after)) for old, after in pairs}
+
+    def _written(self, prefix: Prefix, step: RunningStep, family: int) -> np.ndarray:
+        """Returns the rows of this owner that a step writes."""
+        return step.routes[family][0].rows[: None if family in prefix.written else 0]
 
     # --- exchanges ---
 
@@ -393,7 +451,13 @@ class SegmentedProgram:
             leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
         elif leaf in step.lagging:
             leaf.catch_up(route.rows[: route.count])
-        return [leaf.pull(route.rows, route.count, route.spare, state)]
+        if step.ahead is None or equation not in step.ahead.caught:
+            return [leaf.pull(route.rows, route.count, route.spare, state)]
+        which, pulled = step.ahead.caught[equation]
+        count = int(which.searchsorted(route.count))
+        late = leaf.pull(route.rows[which], count, route.spare, state)
+        rows_first(pulled, axis)[which] = rows_first(late, axis)
+        return [pulled]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:
         first = _owned(equation, rows, route)
@@ -590,6 +654,11 @@ def _bag_ids(
     return BagIds(wanted, numbers, count, longest, joined[0] if joined else None, dtype)
 
 
+def _catch_up_some(step: RunningStep) -> None:
+    if step.catch_up_some is not None:
+        step.catch_up_some()
+
+
 def _unless_known(act: _Action, segment: ProgramSegment | ExchangeSegment) -> _Action:
     """Returns an action that does nothing if its results are there."""
     assert isinstance(segment, ProgramSegment), "programs compute ids"
@@ -600,6 +669,29 @@ def _unless_known(act: _Action, segment: ProgramSegment | ExchangeSegment) -> _A
             act(step)
 
     return act_once
+
+
+def _unless_caught_up(act: _Action, segment: ProgramSegment | ExchangeSegment, logs: Sequence[LogAhead]) -> _Action:
+    """Returns an action that hands rows on that were brought up to date ahead, if it does nothing else to them."""
+    assert isinstance(segment, ProgramSegment), "programs bring rows up to date"
+    caught = {v: pull for log in logs for pull, v in log.caught.items()}
+    if not caught.keys() >= {v for e in segment.block.equations for v in e.outputs}:
+        return act
+    pulls = [(caught[v], v) for e in segment.block.equations for v in e.outputs if isinstance(v, Var)]
+
+    def act_unless_there(step: RunningStep) -> None:
+        if step.ahead is None or not step.ahead.caught.keys() >= {pull for pull, _ in pulls}:
+            act(step)
+        else:
+            step.values.update((v, step.values[pull.outputs[0]]) for pull, v in pulls)
+
+    return act_unless_there
+
+
+def _copy(rows: Leaf) -> np.ndarray:
+    copy = aligned(rows.shape, rows.dtype)  # which programs read where it is
+    np.copyto(copy, np.asarray(rows))
+    return copy
 
 
 def _owned(fetch: Equation, rows: Leaf, route: HostRoute) -> np.ndarray:
@@ -632,71 +724,6 @@ def _route(requested: Requested, indices: np.ndarray, layout: RowLayout, rows: i
     numbers = padded(touched, rows, layout.shard_rows)
     view = RouteView(numbers, np.array([spare], np.int32), padded(indices, requested_rows, layout.stored))
     return HostRoute(requested, indices, view, numbers, spare)
-
-
-# --- rows that a step doesn't touch, where they may differ from the padding row: a rank's own, block by block ---
-#
-# What becomes of them is the body of an equation (`passes/lift_rows.py`). It is compiled when it is first
-# needed: no finite step runs it.
-
-#: First and last row of a block, and the operands of its program.
-_Taken = tuple[int, int, tuple[Any, ...]]
-
-
-class OtherRows:
-    """The untouched form of an `ap.sweep` or `ap.reduce_others` equation."""
-
-    def __init__(self, equation: Equation, bound: ProgramPlan, ranks: Ranks) -> None:
-        self._params = p = equation.params
-        self._ranks = ranks
-        (body,) = equation.bodies
-        chunk, *rest = body.inputs
-        family = bound.family(chunk.type.family)
-        assert family is not None and family.layout is not None, "rows on hosts have a layout"
-        self._layout = family.layout
-        self._size = p["rows"] // bound.devices
-        is_sweep = equation.op == "ap.sweep"
-        self._count = len(p["read_axes"]) + (len(p["axes"]) if is_sweep else 0)
-        pulled = {v: k for k, v in enumerate(rest[: self._count])}
-        pulls = {e: pulled[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in pulled}
-        #: Leaves of which the program takes rows.
-        self._pulls = list(pulls.values())
-        inputs = (chunk, *(e.outputs[0] for e in pulls), *rest[self._count :])
-        block = Block(inputs, tuple(e for e in body.equations if e not in pulls), body.outputs)
-        view = ranks.owner_view
-        rows = emit(block, host_backends(bound, view), view)
-
-        def reduced(which: Index, *operands: Leaf) -> Sequence[Leaf]:
-            return [reduce_some(p, rows(*operands)[0], which).astype(p["dtype"])]
-
-        self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
-
-    def sweep(self, operands: Sequence[Leaf]) -> None:
-        """Updates all rows of the rank's shard in place. Operands: leaves, and values of the step."""
-        for start, end, taken in self._blocks(operands, self._layout.held_on(self._ranks.exchange.rank)):
-            for leaf, value in zip(operands, self._run(*taken), strict=False):
-                leaf.commit(taken[0].rows, end - start, np.asarray(value))
-
-    def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Leaf]) -> np.ndarray:
-        """Joins a reduction of the touched rows (indices in the shard) with that of all others."""
-        rank = self._ranks.exchange.rank
-        for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
-            which = np.arange(start, start + self._size) < end
-            first, last = np.searchsorted(touched, (start, end))
-            which[touched[first:last] - start] = False
-            (reduced,) = self._run(which, *taken)
-            part = REDUCERS[self._params["op"]].join(part, np.asarray(reduced))
-        return part
-
-    def _blocks(self, operands: Sequence[Leaf], count: int) -> Iterator[_Taken]:
-        leaves: Sequence[HostRows] = operands[: self._count]
-        frontier = [self._ranks.for_owner(x) for x in operands[self._count :]]
-        for start in range(0, count, self._size):
-            end = min(start + self._size, count)
-            rows = padded(np.arange(start, end), self._size, self._layout.shard_rows)
-            view = RouteView(rows, np.array([end - 1], np.int32), np.zeros((0,), np.int32))
-            pulled = (leaves[k].pull(rows, end - start, end - 1, False) for k in self._pulls)
-            yield start, end, (view, *pulled, *frontier)
 
 
 # --- what compiled programs are given and return, and whose memory is used again ---
