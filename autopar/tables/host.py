@@ -107,7 +107,8 @@ class HostTable(PlacedLeaf):
         storage, ranks = self.storage, exchange()
         indices, back = np.unique(self.layout.storage_index(rows.astype(np.int64)), return_inverse=True)
         waits: MarkKind = "waits" if ranks.size > 1 else "computes"
-        with ranks.purpose("reading"), PROGRESS.during("reading rows of a table in host memory", waits):
+        what = f"reading rows of {storage.path or 'a table'} in host memory"
+        with ranks.purpose(what), PROGRESS.during(what, waits):
             requested = ranks.ask(indices, self.layout.shard_rows)
             return ranks.fetch(requested, storage.rows[requested.rows])[back]
 

@@ -107,32 +107,35 @@ run = len(runs.read_bytes()) if runs.exists() else 0
 runs.write_bytes(bytes(run + 1))
 
 @autopar.parallelize(strategy=("ps", "hosts"))
-def train_step(table, batch):
-    loss, slope = jax.value_and_grad(lambda t: jnp.mean(t[batch] ** 2))(table)
-    return table - 0.1 * slope, loss
+def train_step(tables, batch):
+    loss, slopes = jax.value_and_grad(lambda t: jnp.mean(t["a"][batch] * t["b"][batch]))(tables)
+    return jax.tree.map(lambda t, g: t - 0.1 * g, tables, slopes), loss
 
 @autopar.parallelize
-def evaluate(table, batch):
-    return jnp.mean(table[batch] ** 2)
+def evaluate(tables, batch):
+    return jnp.mean(tables["a"][batch] ** 2)
 
-table, batch = jnp.ones((50_000, 64)), np.arange(2048, dtype=np.int32) * 7
+tables, batch = {name: jnp.ones((50_000, 64)) for name in "ab"}, np.arange(2048, dtype=np.int32) * 7
 for _ in range(2):
-    table, loss = train_step(table, batch)
-    float(evaluate(table, batch))
+    tables, loss = train_step(tables, batch)
+    float(evaluate(tables, batch))
 if rank == 0 and run == 0:
-    np.asarray(table)
+    np.asarray(tables["a"])
 if rank == 0 and run == 1:
-    float(evaluate(table, batch))
+    float(evaluate(tables, batch))
+if run == 2:
+    np.asarray(tables["ab"[rank]])
 for _ in range(2):
-    table, loss = train_step(table, batch)
+    tables, loss = train_step(tables, batch)
 float(loss)
 """
 
 
 def test_a_rank_that_reads_or_evaluates_alone_waits_and_is_named(launch: Run) -> None:
-    """It isn't sent what another rank's step sends."""
-    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "2"], ALONE)
+    """It isn't sent what another rank's step sends, nor the rows of another table."""
+    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "3"], ALONE)
     told = re.findall(r"All ranks wait for each other.*", job.output)
-    assert job.code == 0 and len(told) == 2, job.output
-    assert "reading rows of a table in host memory" in told[0] and "asking for rows" in told[0]
+    assert job.code == 0 and len(told) == 3, job.output
+    assert "reading rows of a in host memory" in told[0] and "asking for rows" in told[0]
     assert "evaluate: asking for rows" in told[1] and "train_step: asking for rows" in told[1]
+    assert "reading rows of a in host memory" in told[2] and "reading rows of b in host memory" in told[2]
