@@ -19,6 +19,7 @@ BENCHMARKS = {
     "hosts": ("hosts", "binding"),
     "torchrec": ("torchrec", "one_table", "one_device"),
     "exchange": ("exchange", "rings", "overlap", "hot"),
+    "bags": ("bags",),
     "prefetch": ("prefetch", "deferred", "accelerators", "one_machine"),
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
