@@ -113,7 +113,7 @@ class RunningStep:
 
 @dataclass(eq=False)
 class Ahead:
-    """A step whose prefix (`analysis.flow.Prefix`) runs beside the step before it."""
+    """A step whose prefix (`analysis.prefix.Prefix`) runs beside the step before it."""
 
     segmented: SegmentedProgram  #: The program that runs it.
     running: RunningStep  #: Its routes and needs.

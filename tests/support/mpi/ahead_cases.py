@@ -334,9 +334,12 @@ def check_other_numbers_of_rows() -> None:
 
 
 def check_rows_that_owners_compute_with() -> None:
-    """What moves to the owners of rows is computed there ahead, too."""
-    _, fetches = run_both(lambda: batches(8), forward=lambda rows: jnp.tanh(rows[..., :4].astype(jnp.bfloat16)))
-    assert (fetches.whole, fetches.late) == (1, 2 * 7)
+    """What moves to the owners of rows is computed there ahead, too, of rows that were brought up to date as well."""
+    for names in (("adagrad",), ("adagrad", "adamw")):
+        _, fetches = run_both(
+            lambda: batches(8), None, *names, forward=lambda rows: jnp.tanh(rows[..., :4].astype(jnp.bfloat16))
+        )
+        assert (fetches.whole, fetches.late) == (len(names), len(names) * 2 * 7)
 
 
 def check_a_loop_that_is_left() -> None:
