@@ -121,7 +121,7 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
         return ["nothing is fetched ahead, as node leaders fetch for several ranks"]
     paths: dict[str, list[str]] = {}
     for space in ran.analysed.facts.spaces:
-        to_date = "brought up to date by what its update log is expected to get, " * space.deferred
+        to_date = "brought up to date by what it is expected to write to their update log, " * space.deferred
         text = (
             f"rows of the next batch are asked for beside a step, {to_date}and fetched as far as it doesn't write them"
         )
