@@ -75,7 +75,7 @@ def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) ->
     return FilteredStep(step, options)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class FilteredStep(ObjectStep):
     """A step of pytrees of which only the arrays are traced; made by `parallelize`."""
 

@@ -26,6 +26,7 @@ arrays in place for everything else.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,12 @@ def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) ->
     """
     if step is None:
         return lambda fun: parallelize(fun, **options)
+    if inspect.ismethod(step) and isinstance(step.__self__, nnx.Module):
+        name = step.__func__.__qualname__
+        raise ArgumentsError(
+            f"{step.__name__} is bound to an object, which a step has to be given to change it: parallelize({name}), "
+            "called with the object first"
+        )
     autopar.parallelize(step, **options)  # raises for wrong options
     return NnxStep(step, options)
 
@@ -122,7 +129,7 @@ def materialize(*objects: Any) -> None:
                     leaf.set_raw_value(autopar.materialize(raw))
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class NnxStep(ObjectStep):
     """A step of nnx objects that runs by a plan; made by `parallelize`."""
 

@@ -7,6 +7,7 @@ part of it, and some leaf's new value depends on the old one. A lone array is st
 
 from __future__ import annotations
 
+import functools
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -91,6 +92,9 @@ def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
         aval = jax.typeof(leaf)
     except TypeError as error:
         what = f"array of {leaf.dtype}" if hasattr(leaf, "dtype") else f"{type(leaf).__name__}: {reprlib.repr(leaf)}"
+        if callable(leaf) and "/" in path:
+            remedy += "; steps of Equinox's modules, with functions among their leaves, are for "
+            remedy += "autopar.integrations.equinox.parallelize"
         raise ArgumentsError(
             f"the step's argument {path} is no array of numbers ({what}). Make it one, or {remedy}"
         ) from error
@@ -382,7 +386,25 @@ def call_difference(old: Call, new: Call) -> str | None:
         for path, x, y in zip(a.paths, a.types, b.types, strict=True):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
+    for (_, _, before), (key, _, now) in zip(old.key[0], new.key[0], strict=False):
+        if type(before) is not type(now) or before != now:
+            which = f"argument {key}" if isinstance(key, int) else key
+            return f"a static argument changed: {which} was {reprlib.repr(before)} and is {reprlib.repr(now)}"
     return "a static argument changed" if old.key[0] != new.key[0] else None
+
+
+def note_python_numbers(call: Call, error: TypeError) -> None:
+    """Notes on JAX's error for a step that needs a traced value which arguments may be static."""
+    if not any(word in str(error) for word in ("concrete", "traced array")):
+        return
+    for a in call.arguments:
+        # Python's numbers are weak, but for bools.
+        if a.is_lone_array and a.types[0].shape == () and (a.types[0].weak_type or a.types[0].dtype == bool):
+            option = f"static_argnames={a.name!r}" if a.position is None else f"static_argnums={a.position}"
+            error.add_note(
+                f"{a.name} is a number, which the step gets as a traced array. If the step needs its value "
+                f"(an if, a shape), say parallelize(step, {option}): each of its values then gets a plan of its own"
+            )
 
 
 # --- the arguments that options of `parallelize` name, by position or by keyword ---
@@ -467,7 +489,7 @@ def positions_of(
             by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
             names = option.replace("argnums", "argnames")
             hint = f". Name what is passed by keyword: {names}={by_keyword[0]!r}" if by_keyword else ""
-            raise ArgumentsError(f"{option} names argument {k}; {_name(step)} takes {count}, numbered from 0{hint}")
+            raise ArgumentsError(f"{option} names argument {k}; {step_name(step)} takes {count}, numbered from 0{hint}")
     return tuple(int(k) + count if k < 0 else int(k) for k in numbers)
 
 
@@ -497,7 +519,7 @@ def _names_of(step: Callable[..., Pytree], option: str, given: str | Sequence[st
     known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     for name in names:
         if name not in known:
-            raise ArgumentsError(f"{option} names {name!r}; {_name(step)} takes {', '.join(known)} by keyword")
+            raise ArgumentsError(f"{option} names {name!r}; {step_name(step)} takes {', '.join(known)} by keyword")
     return names
 
 
@@ -513,5 +535,8 @@ def _parameters(step: Callable[..., Pytree]) -> Sequence[inspect.Parameter] | No
         return None
 
 
-def _name(step: Callable[..., Pytree]) -> str:
+def step_name(step: Callable[..., Pytree]) -> str:
+    """Returns the name of a function or callable object in messages; of a `functools.partial` that of its function."""
+    while isinstance(step, functools.partial):
+        step = step.func
     return getattr(step, "__name__", type(step).__name__)

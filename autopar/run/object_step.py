@@ -11,11 +11,12 @@ from typing import Any
 from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
 from autopar.jax_types import Pytree
+from autopar.run.arguments import step_name
 from autopar.run.planned_step import PlannedStep, Upcoming
 from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ObjectStep(PickledByOptions, abc.ABC):
     """A step of a library's objects, which an integration (`autopar.integrations`) converts to steps of arrays."""
 
@@ -41,7 +42,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
 
     @property
     def name(self) -> str:
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
+        return step_name(self.fun)
 
     @property
     def plan(self) -> Plan | None:

@@ -70,11 +70,13 @@ class PerDevice:
     batch_axis: BatchAxis
 
 
-def unknown_axis(name: str, error: NameError) -> Exception:
-    """Returns the error for a step that reduces over devices without `axis_name=`; any other NameError is the step's
-    own."""
+def unknown_axis(name: str, error: NameError, device: PerDevice | None) -> Exception:
+    """Returns the error for a step that reduces over devices without `axis_name=`, or by another name than the
+    `device`'s; any other NameError is the step's own."""
     if "axis name" not in str(error):
         return error
+    if device is not None:
+        return StepError(f"{name} reduces over another axis than its axis_name={device.axis!r} ({error}). Use one name")
     return StepError(
         f"{name} reduces over devices ({error}). If it is written for one device of several, as for "
         "jax.pmap, say so: parallelize(step, axis_name='...')"
@@ -227,7 +229,15 @@ class CallOfOne:
             traced = jax.make_jaxpr(of_one, axis_env=[(self.device.axis, self.device.count)], return_shape=True)
             jaxpr, outputs = traced(*shapes)
         except Exception as error:
-            if self.state_argnums is None:
+            count = self.device.count
+            stacked = [a.name for a in self.call.arguments if a.types and all(t.shape[:1] == (count,) for t in a.types)]
+            if stacked:
+                error.add_note(
+                    f"All leaves of {' and of '.join(stacked)} have {count} along their first axis, as many as "
+                    "there are devices. Unlike jax.pmap, autopar takes the state once, a single key, and the whole "
+                    "batch, [examples, ...]"
+                )
+            elif self.state_argnums is None:
                 error.add_note(
                     f"autopar traced {self.name} with the whole batch on each device, to see which arguments are "
                     "state. If the step relies on the size of its shard, name them: "

@@ -37,7 +37,15 @@ from autopar.passes.analyze_batch import parameters_of
 from autopar.passes.choose import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.run.agreement import check_same_call, check_same_plan
-from autopar.run.arguments import Call, NamedArguments, States, check_positions, describe_leaves
+from autopar.run.arguments import (
+    Call,
+    NamedArguments,
+    States,
+    check_positions,
+    describe_leaves,
+    note_python_numbers,
+    step_name,
+)
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
 from autopar.run.planned_step import PlannedStep
 from autopar.run.state_match import match_states, warn_of_missed_states
@@ -95,7 +103,7 @@ class Planner:
 
     @property
     def name(self) -> str:
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
+        return step_name(self.fun)
 
     @functools.cached_property
     def way(self) -> Way:
@@ -173,7 +181,10 @@ class Planner:
                 fun, notes = CallOfOne(fun, self.name, call, self.per_device, *known, self.static).everywhere()
             traced = jax_compat.trace(fun, args, kwargs, **self.static.static_options)
         except NameError as error:
-            raise unknown_axis(self.name, error) from error
+            raise unknown_axis(self.name, error, self.per_device) from error
+        except TypeError as error:
+            note_python_numbers(call, error)
+            raise
         seconds = time.perf_counter() - start
         if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):
             raise StepError(

@@ -110,7 +110,14 @@ def warn_of_missed_states(
     user named as no state."""
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     message = None
-    if states.outputs:
+    optimizers = [a.name for a in call.arguments if _is_nnx_optimizer(a)]
+    if optimizers and not states.outputs:
+        message = (
+            f"{name} is given {' and '.join(map(repr, optimizers))}, an optimizer of flax.nnx, and returns no state: "
+            "what it changes in objects is lost. autopar.integrations.nnx.parallelize runs steps that change objects; "
+            "or return the objects, (model, optimizer, ...)"
+        )
+    elif states.outputs:
         forgotten = _forgotten(call, block, states, batches) if differentiates else None
         if forgotten is not None:
             named = "..." if forgotten.position is None else f"({forgotten.position},)"
@@ -130,6 +137,11 @@ def warn_of_missed_states(
         )
     if message:
         warn(message, StateWarning)
+
+
+def _is_nnx_optimizer(argument: Argument) -> bool:
+    kind, _ = argument.treedef.node_data() or (type(None), None)
+    return any(base.__module__.startswith("flax.nnx") and base.__name__ == "Optimizer" for base in kind.__mro__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,7 +29,7 @@ from autopar.launch.group import everyone
 from autopar.launch.notices import compiling, noticing
 from autopar.launch.progress import mark
 from autopar.passes.choosing.capacity import needed_share
-from autopar.run.arguments import Call, NamedArguments, call_difference, read_call, static_key
+from autopar.run.arguments import Call, NamedArguments, call_difference, read_call, static_key, step_name
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.devices import DevicesRunner
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, drift_message
@@ -57,6 +57,9 @@ class PickledByOptions:
         """Records that `make(function, **options)` makes another such step; returns this one."""
         self._made_by = make, options
         return self
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {step_name(self.__wrapped__)}>"
 
     def __copy__(self) -> Any:
         return self
@@ -112,7 +115,7 @@ class _Mesh:
         return jax.sharding.Mesh(chosen, self.axis_names, axis_types=self.axis_types)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class ParallelStep(PickledByOptions):
     """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
 
@@ -375,9 +378,16 @@ class ParallelStep(PickledByOptions):
             others = (e for e in self._planned.values() if e.lasting_shapes != planned.lasting_shapes)
             unused = next(others, None)  # a state of another size: it was resized
             if unused is None:
+                are_alike = same[-1].key[1] == call.key[1]
+                what = "static arguments" if are_alike else "sets of shapes"
+                remedy = (
+                    "Pass it as an array, if the step only computes with it"
+                    if are_alike
+                    else "Pad the batches to a few sizes"
+                )
                 raise ArgumentsError(
-                    f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and "
-                    f"compiled anew ({change}). Pad the batches to a few sizes"
+                    f"{self.name} was called with {MAX_PLANS} different {what}, and each is planned and "
+                    f"compiled anew ({change}). {remedy}"
                 )
             self._forgotten(unused)
             self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not unused}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from typing import Any
 
@@ -290,3 +291,24 @@ def test_tables_of_objects_get_other_numbers_of_rows(how: str) -> None:
         assert mine[0].emb.num_embeddings == ROWS + 500
         found.append(mine)
     check_same(*found)
+
+
+def test_a_bound_method_is_to_be_given_its_object() -> None:
+    bound = types.MethodType(train_step, objects(optax.sgd(0.1))[0])
+    with pytest.raises(
+        autopar.ArgumentsError, match=r"train_step is bound to an object.*parallelize\(train_step\), called"
+    ):
+        anx.parallelize(bound)
+
+
+def test_a_step_of_objects_under_autopar_parallelize_is_named() -> None:
+    model, optimizer, _ = objects(optax.sgd(0.1))
+
+    @autopar.parallelize
+    def changes(model: Any, optimizer: Any, batch: Any) -> Any:
+        loss, grads = nnx.value_and_grad(loss_of)(model, batch)
+        optimizer.update(model, grads)
+        return loss
+
+    with pytest.warns(autopar.StateWarning, match="'optimizer', an optimizer of flax.nnx, and returns no state"):
+        changes(model, optimizer, batches(1)[0])

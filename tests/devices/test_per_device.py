@@ -389,3 +389,26 @@ def test_a_trace_that_fails_names_what_may_be_a_key() -> None:
         planned(jnp.ones((24, 4)), jnp.arange(16), jnp.arange(2, dtype=jnp.uint32), jax.random.PRNGKey(3))
     notes = " ".join(failed.value.__notes__)
     assert "batch_axis={'own': None}" in notes and "its part of own, key" in notes
+
+
+@pytest.mark.parametrize("stacked", ["batch", "key"])
+def test_what_pmap_would_take_stacked_is_named(stacked: str) -> None:
+    def step(w: Any, batch: Any, key: Any) -> Any:
+        noise = jax.random.normal(key, w.shape)
+        slope = jax.grad(lambda w: jnp.mean((batch @ w + noise.sum()) ** 2))(w)
+        return w - jax.lax.pmean(slope, AXIS)
+
+    batch, key = jnp.ones((8, 3)), jax.random.key(0)
+    if stacked == "batch":
+        batch = batch.reshape(2, 4, 3).swapaxes(1, 2)
+    else:
+        key = jax.random.split(key, 2)
+    with pytest.raises((TypeError, ValueError)) as failed:
+        autopar.parallelize(step, mesh=mesh_of(2), axis_name=AXIS)(jnp.ones(3), batch, key)
+    assert f"All leaves of {stacked} have 2 along their first axis" in failed.value.__notes__[-1]
+
+
+def test_another_axis_name_is_named() -> None:
+    planned = autopar.parallelize(lambda w, b: w - jax.lax.pmean((b * w).sum(), "i"), mesh=mesh_of(2), axis_name="j")
+    with pytest.raises(autopar.StepError, match=r"another axis than its axis_name='j' \(.*axis name: i"):
+        planned(jnp.ones(()), jnp.ones(8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -202,6 +203,36 @@ def test_a_step_that_is_a_method(trainer: Any) -> None:
             other = Trainer(0.2).step(make_table(), IDS)[0]
         assert warned[0].filename == __file__
         np.testing.assert_allclose(other, Trainer.plain(Trainer(0.2), make_table(), IDS)[0], rtol=1e-6)
+
+
+def test_a_static_argument_that_changes_is_named(monkeypatch: Any) -> None:
+    monkeypatch.setattr("autopar.run.step.MAX_PLANS", 3)
+    step = autopar.parallelize(lambda table, batch, n: (*sgd(table, batch), jnp.zeros(n)), static_argnums=2)
+    table, *_ = step(make_table(), BATCH, 1)
+    for n in (2, 3):
+        with pytest.warns(
+            autopar.RecompileWarning, match=f"static argument changed: argument 2 was {n - 1} and is {n}"
+        ):
+            table, *_ = step(table, BATCH, n)
+    with pytest.raises(autopar.ArgumentsError, match="3 different static arguments.*Pass it as an array"):
+        step(table, BATCH, 4)
+
+
+@pytest.mark.parametrize("uses", [bool, jnp.zeros], ids=["an if", "a shape"])
+def test_a_number_whose_value_the_step_needs_may_be_static(uses: Any) -> None:
+    step = autopar.parallelize(lambda table, batch, n: (*sgd(table, batch), uses(n)))
+    with pytest.raises(TypeError) as caught:
+        step(make_table(), BATCH, 3)
+    assert "n is a number, which" in caught.value.__notes__[-1]
+    assert "static_argnums=2" in caught.value.__notes__[-1]
+    with pytest.raises(TypeError) as caught:
+        step(make_table(), BATCH, n=True)
+    assert "static_argnames='n'" in caught.value.__notes__[-1]
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    step = autopar.parallelize(functools.partial(dictionaries, batch=BATCH))
+    assert step.name == "dictionaries" and repr(step) == "<ParallelStep of dictionaries>"
 
 
 def test_a_state_is_made_and_restored_for_a_method(tmp_path: Any) -> None:
