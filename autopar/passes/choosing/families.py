@@ -121,85 +121,256 @@ def decide_family(
     Raises:
       StrategyError: the strategy names a method for a table that can't be lifted.
     """
-    paths = [program.inputs[k].path for k in space.tables]
-    requested = [choices.methods[k] for k in space.tables]
-    method = _method(requested)
-    source, ids = _line(space), program.ids[space.family]
-
-    def dense(reason: str, remedy: str = "", line: str = source, **fields: Any) -> tuple[None, list[TablePlan]]:
-        notes = {"reason": reason, "remedy": remedy, "line": line, **fields}
-        return None, _plans(program, space, method="allreduce", where="devices", lifted=False, **notes)
-
-    lifted = functools.partial(_lifted, program, space, source, choices.waits(space))
-    hosted = any(k in choices.hosts for k in space.tables)
     space = replace(space, refusal=_refusal(program, space, choices))
-    if space.refusal is not None:
-        named = "hosts" if hosted else next((m for m, by_name in requested if by_name and m in ROW_METHODS[1:]), None)
+    family = _Family(program, space, choices, may_pool)
+    return (
+        family.refused()
+        or family.dense_as_asked()
+        or family.on_hosts(owner, may_join=may_join_hosts)
+        or family.on_one_device()
+        or family.on_devices(together, others, why_sharded=why_sharded, why_dense=why_dense)
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class _Family:
+    """A family that is decided on: by the first of its methods that returns a decision (see `decide_family`)."""
+
+    program: Program
+    space: RowSpace
+    choices: Choices
+    may_pool: bool
+
+    @functools.cached_property
+    def ids(self) -> RowIds:
+        return self.program.ids[self.space.family]
+
+    @functools.cached_property
+    def line(self) -> str:
+        return _line(self.space)
+
+    @property
+    def requested(self) -> Sequence[tuple[str, bool]]:
+        return [self.choices.methods[k] for k in self.space.tables]
+
+    @functools.cached_property
+    def method(self) -> str:
+        return _method(self.requested)
+
+    @functools.cached_property
+    def is_hosted(self) -> bool:
+        return any(k in self.choices.hosts for k in self.space.tables)
+
+    @property
+    def shown(self) -> str:
+        return f"{self.ids.count} ids a step against {self.space.extent} rows"
+
+    # --- its decisions, in the order in which they are asked for ---
+
+    def refused(self) -> Decision | None:
+        """Leaves a family that can't be lifted dense. Raises StrategyError if the strategy names a method for it."""
+        refusal, hosted = self.space.refusal, self.is_hosted
+        if refusal is None:
+            return None
+        by_name = (m for m, is_named in self.requested if is_named and m in ROW_METHODS[1:])
+        named = "hosts" if hosted else next(by_name, None)
         if named is not None:
             what = "be on hosts" if hosted else f"be trained with {named!r}"
-            remedy = f" To change it: {space.refusal.remedy}." if space.refusal.remedy else ""
+            remedy = f" To change it: {refusal.remedy}." if refusal.remedy else ""
+            path = self.program.inputs[self.space.tables[0]].path
             raise StrategyError(
-                f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
+                f"strategy: {path} can't {what}: {refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
             )
-        where = str(space.refusal.source) if space.refusal.source else source
+        where = str(refusal.source) if refusal.source else ""
         # A sampled softmax is advised only for tables that would then be lifted, by their size and ids.
-        small = space.refusal.kind == "softmax" and not _pays(program, space, ids, choices)
-        return dense(space.refusal.reason, "" if small else space.refusal.remedy, where, refused=True)
-    if choices.options.sparse == "off" and not space.is_pulled:
-        return dense("sparse='off'")
-    shown = f"{ids.count} ids a step against {space.extent} rows"
-    if method == "allreduce":
+        small = refusal.kind == "softmax" and not self._pays()
+        return self._dense(refusal.reason, "" if small else refusal.remedy, where, refused=True)
+
+    def dense_as_asked(self) -> Decision | None:
+        """Leaves a family dense by `sparse="off"`, or by its method."""
+        space, choices = self.space, self.choices
+        if choices.options.sparse == "off" and not space.is_pulled:
+            return self._dense("sparse='off'")
+        if self.method != "allreduce":
+            return None
         who = "the strategy" if choices.earlier_plan(space) is None else "the plan"
-        several = choices.devices > 1 and not choices.hosts
-        sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
-        return dense(f"{who} says 'allreduce'", sizes=sizes)
-    # Tables by rows on devices can't be beside tables on hosts: their update logs, say, differ.
-    is_beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred) and method == "auto"
-    if hosted or is_beside:
+        sizes = None
+        if choices.devices > 1 and not choices.hosts:
+            sizes = _sizes(self.program, space, self.ids, self._sharded()[1], choices)
+        return self._dense(f"{who} says 'allreduce'", sizes=sizes)
+
+    def on_hosts(self, owner: int | None, *, may_join: bool) -> Decision | None:
+        """Decides on a family that the strategy puts on hosts, or that may be beside others there."""
+        program, space, ids, choices = self.program, self.space, self.ids, self.choices
+        # Tables by rows on devices can't be beside tables on hosts: their update logs, say, differ.
+        may_leave = choices.hosts and (choices.devices > 1 or space.deferred) and self.method == "auto"
+        if not self.is_hosted and not may_leave:
+            return None
         bounds = host_bounds(space, ids, choices.devices, owner)
-        sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
-        sizes, why = _with_bags(program, space, ids, sizes, choices) if may_pool and sizes is not None else (sizes, "")
+        sizes, why = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices), ""
+        if self.may_pool and sizes is not None:
+            sizes, why = _with_bags(program, space, ids, sizes, choices)
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
-        if is_beside and sizes is not None and not (may_join_hosts and sent["allreduce"] > sent[HOSTED]):
+        if not self.is_hosted and sizes is not None and not (may_join and sent["allreduce"] > sent[HOSTED]):
             who, more = f"a rank asks for {sizes.requested} of {space.extent} rows", sent["allreduce"] > sent[HOSTED]
             reason = f"{who}: their whole gradient takes {'hardly' if more else 'no'} more bytes"
-            return dense(reason, "strategy=('ps', 'hosts')")
-        if is_beside and sizes is None and not _pays(program, space, ids, choices):
-            return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
-        return (bounds, bounds), lifted(bounds, "ps", where="hosts", why=why, sent=sent, sizes=sizes)
-    if choices.devices == 1:
-        pays = ids.count < space.extent if choices.options.rows_travel else _pays(program, space, ids, choices)
-        if method == "auto" and not pays:
-            return dense(f"{shown}: the dense update is faster", "strategy='ps'")
-        method = "ps" if method == "auto" else method
-        bounds = device_bounds(space, ids, method, 1)
-        return (bounds, bounds), lifted(bounds, method)
-    stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
-    safe, tight = _sharded(program, space, ids, choices, stored, cyclic=together > 1)
-    sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
-    bags = _owned_bags(program, space, ids, choices) if may_pool else ()
-    safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
-    costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
-    if stored is not None:  # a Table that is only read
-        costs["sent"] = {"ps": costs["sent"]["ps"]}
-        return (safe, tight), lifted(tight, "ps", why=by_bags, **(costs if by_bags else {}))
-    why = why_sharded
-    if method == "auto":
-        rates = choices.measured.rates
-        costs["terms"] = {} if rates is None else step_terms(rates, sizes, others)
-        seconds = {} if rates is None else step_seconds(rates, sizes, others)
-        found = _compared(program, space, ids, sizes, choices, seconds or costs["sent"])
-        method, why = ("ps", why_sharded) if why_sharded else found
-        slow = "" if why_sharded else _why_dense(program, space, ids, choices, costs["terms"], method)
-        if why_dense := why_dense or slow:
-            # Beside tables on hosts its gradient is reduced with all others.
-            costs["sizes"] = None if choices.hosts else sizes
-            return dense(f"{shown}: {(why if method == 'allreduce' else '') or why_dense}", "strategy='ps'", **costs)
-    if method != "ps":
-        safe = tight = device_bounds(space, ids, method, choices.devices)
-        by_bags = ""
-    why = "; ".join(filter(None, [why, by_bags]))
-    return (safe, tight), lifted(tight, method, why=why, **costs)
+            return self._dense(reason, "strategy=('ps', 'hosts')")
+        if not self.is_hosted and sizes is None and not self._pays():
+            return self._dense(f"{self.shown}: the dense update is faster", "strategy=('ps', 'hosts')")
+        return self._lifted((bounds, bounds), "ps", where="hosts", why=why, sent=sent, sizes=sizes)
+
+    def on_one_device(self) -> Decision | None:
+        if self.choices.devices > 1:
+            return None
+        pays = self.ids.count < self.space.extent if self.choices.options.rows_travel else self._pays()
+        if self.method == "auto" and not pays:
+            return self._dense(f"{self.shown}: the dense update is faster", "strategy='ps'")
+        method = "ps" if self.method == "auto" else self.method
+        bounds = device_bounds(self.space, self.ids, method, 1)
+        return self._lifted((bounds, bounds), method)
+
+    def on_devices(self, together: int, others: Mapping[str, int], *, why_sharded: str, why_dense: str) -> Decision:
+        program, space, ids, choices, method = self.program, self.space, self.ids, self.choices, self.method
+        stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
+        safe, tight = self._sharded(stored, cyclic=together > 1)
+        sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
+        bags = _owned_bags(program, space, ids, choices) if self.may_pool else ()
+        safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
+        costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
+        if stored is not None:  # a Table that is only read
+            costs["sent"] = {"ps": costs["sent"]["ps"]}
+            return self._lifted((safe, tight), "ps", why=by_bags, **(costs if by_bags else {}))
+        why = why_sharded
+        if method == "auto":
+            rates = choices.measured.rates
+            costs["terms"] = {} if rates is None else step_terms(rates, sizes, others)
+            seconds = {} if rates is None else step_seconds(rates, sizes, others)
+            found = self._compared(sizes, seconds or costs["sent"])
+            method, why = ("ps", why_sharded) if why_sharded else found
+            slow = "" if why_sharded else self._why_dense(costs["terms"], method)
+            if why_dense := why_dense or slow:
+                # Beside tables on hosts its gradient is reduced with all others.
+                costs["sizes"] = None if choices.hosts else sizes
+                reason = (why if method == "allreduce" else "") or why_dense
+                return self._dense(f"{self.shown}: {reason}", "strategy='ps'", **costs)
+        if method != "ps":
+            safe = tight = device_bounds(space, ids, method, choices.devices)
+            by_bags = ""
+        return self._lifted((safe, tight), method, why="; ".join(filter(None, [why, by_bags])), **costs)
+
+    # --- what it is decided by ---
+
+    def _pays(self) -> bool:
+        program, space, options = self.program, self.space, self.choices.options
+        own = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+        if options.accelerators:
+            return lifting_pays_on_accelerators(family_bytes=own * space.extent, deferred=space.deferred)
+        count, steps = self.ids.count, _steps(program, space)
+        return lifting_pays(extent=space.extent, ids=count, row_bytes=own, deferred=space.deferred, steps=steps)
+
+    def _compared(self, sizes: Sizes, costs: Mapping[str, float]) -> tuple[str, str]:
+        """Returns the cheapest method, and ""; by the Parallax paper's table 3 the method of the fewest bytes, and
+        why."""
+        space, choices = self.space, self.choices
+        if choices.options.choose == "times":
+            return _cheapest(costs), ""
+        flat, n = choices.measured.ids.get(space.family), choices.devices
+        touched: float = sizes.requested
+        if flat is not None:
+            touched = np.mean([rows.size for rows in device_ids(flat, self.ids.batched, n, space.extent)]).item()
+        b, alpha = sum(self.program.block.inputs[k].type.nbytes for k in space.tables), min(1.0, touched / space.extent)
+        nbytes = table_3(b=b, n=n, alpha=alpha)
+        method = _cheapest(nbytes)
+        others = ", ".join(f"{m} {format_bytes(nbytes[m])}" for m in nbytes if m != method)
+        shown = f"table 3 (b={format_bytes(b)}, N={n}, alpha={alpha:.2%})"
+        return method, f"{shown}: {format_bytes(nbytes[method])}, {others}"
+
+    def _why_dense(self, terms: Mapping[str, Sequence[Term]], method: str) -> str:
+        """Returns why "auto" leaves a family dense that could be lifted; "" if it lifts it.
+
+        `method`: the cheapest one. `terms`: the costs of each method; empty: unknown.
+        """
+        space = self.space
+        if method == "allreduce" or (space.deferred and self.choices.options.accelerators):
+            return "the dense update is the fastest"
+        if not space.deferred or not terms:
+            return ""
+        row_elements = max(self.program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
+        # `deferred_s` includes bringing rows up to date.
+        taken = sum(term.seconds for term in terms[method] if term.name != REPLAY)
+        saved = sum(term.seconds for term in terms["allreduce"]) - taken
+        is_little = saved < DEFERRED_MARGIN * deferred_s(ids=self.ids.count, row_elements=row_elements)
+        return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
+
+    def _sharded(self, stored: RowLayout | None = None, *, cyclic: bool = False) -> tuple[Bounds, Bounds]:
+        """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
+
+        `stored`: the layout that the rows have already. `cyclic`: rows must be distributed cyclically. An earlier
+        plan's layout is kept and, for as many ids, its capacity.
+        """
+        space, ids, choices, earlier = self.space, self.ids, self.choices, self.choices.earlier_plan(self.space)
+        bounds = device_bounds(space, ids, "ps", choices.devices)
+        earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
+        if stored is not None:
+            bounds = replace(bounds, layout=stored)
+        elif cyclic or (earlier is not None and earlier.cyclic):
+            bounds = replace(bounds, layout=replace(bounds_layout(bounds), cyclic=True))
+        # A step that exceeds a capacity runs again; it can't if it has effects, or ids that depend on other rows.
+        if not choices.repeatable or space.depends_on:
+            return bounds, bounds
+        if earlier is not None and earlier.ids == ids.count:
+            grown = (earlier.capacity or 1) * choices.options.headroom / HEADROOM
+            return bounds, limited(bounds, grown) if earlier.tight else bounds
+        flat = choices.measured.ids.get(space.family)
+        if flat is None:
+            return bounds, bounds
+        loads = device_ids(flat, ids.batched, choices.devices, space.extent)
+        safe = with_layout(bounds, loads) if stored is None and earlier is None else bounds
+        safe = replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
+        return safe, tightened(safe, loads, choices.options.headroom)
+
+    # --- the forms of a decision ---
+
+    def _dense(self, reason: str, remedy: str = "", line: str = "", **fields: Any) -> Decision:
+        notes = {"reason": reason, "remedy": remedy, "line": line or self.line}
+        return None, self._plans(method="allreduce", where="devices", lifted=False, **notes, **fields)
+
+    def _lifted(
+        self, bounds: tuple[Bounds, Bounds], method: str, where: Where = "devices", why: str = "", **fields: Any
+    ) -> Decision:
+        space, (_, planned), waits = self.space, bounds, self.choices.waits(self.space)
+        most = min(space.extent, self.ids.count)
+        reason = f"at most {most} of {space.extent} rows a step{_rows_text(planned, where)}"
+        if space.is_pulled:
+            pulled, pushed = map(format_bytes, _exchanged_bytes(space))
+            reason = f"a step pulls {pulled} of it and pushes {pushed} of gradients{_rows_text(planned, where)}"
+        if waits:
+            reason += f"; the others move, too: they wait for up to {waits} steps, until they are read"
+        reason = "; ".join([reason, *filter(None, [why]), *space.notes])
+        if where == "hosts" and space.is_read_whole:
+            reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
+        layout = planned.layout
+        fields |= {"capacity": planned.capacity, "tight": planned.tight, "log_steps": waits}
+        fields |= {"cyclic": layout is not None and layout.cyclic, "owner": None if layout is None else layout.owner}
+        fields |= {"reason": reason, "line": self.line}
+        return bounds, self._plans(method=method, where=where, lifted=True, **fields)
+
+    def _plans(self, **fields: Any) -> list[TablePlan]:
+        """Returns the plans of the family's tables, with these common fields."""
+        program, space = self.program, self.space
+        return [
+            TablePlan(
+                path=program.inputs[table].path,
+                shape=program.block.inputs[table].shape,
+                dtype=str(program.block.inputs[table].dtype),
+                axis=space.row_axes[table],
+                slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
+                ids=self.ids.count if space.accesses else space.rows_read,
+                pulled=space.is_pulled,
+                **fields,
+            )
+            for table in space.tables
+        ]
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
@@ -226,31 +397,6 @@ def _cheapest(cost: Mapping[str, float]) -> str:
     return min(cost, key=lambda m: (cost[m], m != "ps"))
 
 
-def _compared(
-    program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices, costs: Mapping[str, float]
-) -> tuple[str, str]:
-    """Returns the cheapest method, and ""; by the Parallax paper's table 3 the method of the fewest bytes, and why."""
-    if choices.options.choose == "times":
-        return _cheapest(costs), ""
-    flat, n = choices.measured.ids.get(space.family), choices.devices
-    touched: float = sizes.requested
-    if flat is not None:
-        touched = np.mean([rows.size for rows in device_ids(flat, ids.batched, n, space.extent)]).item()
-    b, alpha = sum(program.block.inputs[k].type.nbytes for k in space.tables), min(1.0, touched / space.extent)
-    nbytes = table_3(b=b, n=n, alpha=alpha)
-    method = _cheapest(nbytes)
-    others = ", ".join(f"{m} {format_bytes(nbytes[m])}" for m in nbytes if m != method)
-    return method, f"table 3 (b={format_bytes(b)}, N={n}, alpha={alpha:.2%}): {format_bytes(nbytes[method])}, {others}"
-
-
-def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> bool:
-    own = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
-    if choices.options.accelerators:
-        return lifting_pays_on_accelerators(family_bytes=own * space.extent, deferred=space.deferred)
-    steps = _steps(program, space)
-    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=own, deferred=space.deferred, steps=steps)
-
-
 def _steps(program: Program, space: RowSpace) -> int:
     """Returns the number of updates of a family in a call, which may loop over several train steps."""
     leaves, turns = {program.block.inputs[k] for k in space.leaves}, [1]
@@ -260,72 +406,6 @@ def _steps(program: Program, space: RowSpace) -> int:
             carries = zip(equation.inputs[first:], body.inputs[first:], body.outputs[:count], strict=False)
             turns += [equation.params["length"] for a, old, new in carries if a in leaves and old is not new]
     return max(turns)
-
-
-def _why_dense(
-    program: Program, space: RowSpace, ids: RowIds, choices: Choices, terms: Mapping[str, Sequence[Term]], method: str
-) -> str:
-    """Returns why "auto" leaves a family dense that could be lifted; "" if it lifts it.
-
-    `method`: the cheapest one. `terms`: the costs of each method; empty: unknown.
-    """
-    if method == "allreduce" or (space.deferred and choices.options.accelerators):
-        return "the dense update is the fastest"
-    if not space.deferred or not terms:
-        return ""
-    row_elements = max(program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
-    # `deferred_s` includes bringing rows up to date.
-    taken = sum(term.seconds for term in terms[method] if term.name != REPLAY)
-    saved = sum(term.seconds for term in terms["allreduce"]) - taken
-    is_little = saved < DEFERRED_MARGIN * deferred_s(ids=ids.count, row_elements=row_elements)
-    return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
-
-
-def _lifted(
-    program: Program,
-    space: RowSpace,
-    line: str,
-    log_steps: int,
-    bounds: Bounds,
-    method: str,
-    where: Where = "devices",
-    why: str = "",
-    **fields: Any,
-) -> list[TablePlan]:
-    """Returns the plans of the tables of a lifted family."""
-    most = min(space.extent, program.ids[space.family].count)
-    reason = f"at most {most} of {space.extent} rows a step{_rows_text(bounds, where)}"
-    if space.is_pulled:
-        pulled, pushed = map(format_bytes, _exchanged_bytes(space))
-        reason = f"a step pulls {pulled} of it and pushes {pushed} of gradients{_rows_text(bounds, where)}"
-    if log_steps:
-        reason += f"; the others move, too: they wait for up to {log_steps} steps, until they are read"
-    reason = "; ".join([reason, *filter(None, [why]), *space.notes])
-    if where == "hosts" and space.is_read_whole:
-        reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
-    fields |= {"capacity": bounds.capacity, "tight": bounds.tight, "log_steps": log_steps}
-    owner = None if bounds.layout is None else bounds.layout.owner
-    fields |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "owner": owner}
-    fields |= {"reason": reason, "line": line}
-    return _plans(program, space, method=method, where=where, lifted=True, **fields)
-
-
-def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
-    """Returns the plans of a family's tables, with these common fields."""
-    ids = program.ids[space.family].count if space.accesses else space.rows_read
-    return [
-        TablePlan(
-            path=program.inputs[table].path,
-            shape=program.block.inputs[table].shape,
-            dtype=str(program.block.inputs[table].dtype),
-            axis=space.row_axes[table],
-            slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
-            ids=ids,
-            pulled=space.is_pulled,
-            **fields,
-        )
-        for table in space.tables
-    ]
 
 
 def _exchanged_bytes(space: RowSpace) -> tuple[int, int]:
@@ -348,46 +428,6 @@ def _rows_text(bounds: Bounds, where: Where) -> str:
     if bounds.imbalance is None:
         return text
     return f"{text}; in the example the busiest message is {bounds.imbalance:.2f} times the average one"
-
-
-def _sharded(
-    program: Program,
-    space: RowSpace,
-    ids: RowIds,
-    choices: Choices,
-    stored: RowLayout | None = None,
-    *,
-    cyclic: bool = False,
-) -> tuple[Bounds, Bounds]:
-    """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
-
-    `stored`: the layout that the rows have already. `cyclic`: rows must be distributed cyclically. An earlier plan's
-    layout is kept and, for as many ids, its capacity.
-    """
-    bounds = device_bounds(space, ids, "ps", choices.devices)
-    if cyclic:
-        bounds = replace(bounds, layout=replace(bounds_layout(bounds), cyclic=True))
-    earlier = choices.earlier_plan(space)
-    earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
-    if stored is not None:
-        bounds = replace(bounds, layout=stored)
-    elif earlier is not None:
-        layout = bounds_layout(bounds)
-        layout = replace(layout, cyclic=earlier.cyclic or layout.cyclic)
-        bounds = replace(bounds, layout=layout)
-    # A step that exceeds a capacity runs again; it can't if it has effects, or ids that depend on other rows.
-    if not choices.repeatable or space.depends_on:
-        return bounds, bounds
-    if earlier is not None and earlier.ids == ids.count:
-        grown = (earlier.capacity or 1) * choices.options.headroom / HEADROOM
-        return bounds, limited(bounds, grown) if earlier.tight else bounds
-    flat = choices.measured.ids.get(space.family)
-    if flat is None:
-        return bounds, bounds
-    loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    safe = with_layout(bounds, loads) if stored is None and earlier is None else bounds
-    safe = replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
-    return safe, tightened(safe, loads, choices.options.headroom)
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choices: Choices) -> Sizes:
