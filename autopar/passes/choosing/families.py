@@ -146,16 +146,8 @@ class _Family:
         return self.program.ids[self.space.family]
 
     @functools.cached_property
-    def line(self) -> str:
-        return _line(self.space)
-
-    @property
-    def requested(self) -> Sequence[tuple[str, bool]]:
-        return [self.choices.methods[k] for k in self.space.tables]
-
-    @functools.cached_property
     def method(self) -> str:
-        return _method(self.requested)
+        return _method(self.space, self.choices)
 
     @functools.cached_property
     def is_hosted(self) -> bool:
@@ -172,7 +164,8 @@ class _Family:
         refusal, hosted = self.space.refusal, self.is_hosted
         if refusal is None:
             return None
-        by_name = (m for m, is_named in self.requested if is_named and m in ROW_METHODS[1:])
+        requested = (self.choices.methods[k] for k in self.space.tables)
+        by_name = (method for method, is_named in requested if is_named and method in ROW_METHODS[1:])
         named = "hosts" if hosted else next(by_name, None)
         if named is not None:
             what = "be on hosts" if hosted else f"be trained with {named!r}"
@@ -332,7 +325,7 @@ class _Family:
     # --- the forms of a decision ---
 
     def _dense(self, reason: str, remedy: str = "", line: str = "", **fields: Any) -> Decision:
-        notes = {"reason": reason, "remedy": remedy, "line": line or self.line}
+        notes = {"reason": reason, "remedy": remedy, "line": line or _line(self.space)}
         return None, self._plans(method="allreduce", where="devices", lifted=False, **notes, **fields)
 
     def _lifted(
@@ -352,7 +345,7 @@ class _Family:
         layout = planned.layout
         fields |= {"capacity": planned.capacity, "tight": planned.tight, "log_steps": waits}
         fields |= {"cyclic": layout is not None and layout.cyclic, "owner": None if layout is None else layout.owner}
-        fields |= {"reason": reason, "line": self.line}
+        fields |= {"reason": reason, "line": _line(space)}
         return bounds, self._plans(method=method, where=where, lifted=True, **fields)
 
     def _plans(self, **fields: Any) -> list[TablePlan]:
@@ -376,15 +369,16 @@ class _Family:
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
     """Returns whether a family's method is chosen by cost, on several devices."""
     options = choices.options
-    is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and options.sparse != "off"
+    is_open = _method(space, choices) == "auto" and options.sparse != "off"
     if not is_open or choices.devices == 1 or choices.hosts or options.choose == "formulas":
         return False
     is_stored = any(program.inputs[k].layout is not None for k in space.leaves)
     return not is_stored and _refusal(program, space, choices) is None
 
 
-def _method(requested: Sequence[tuple[str, bool]]) -> str:
-    return next((m for m, _ in requested if m != "auto"), "auto")
+def _method(space: RowSpace, choices: Choices) -> str:
+    requested = (choices.methods[k][0] for k in space.tables)
+    return next((method for method in requested if method != "auto"), "auto")
 
 
 def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | None:
