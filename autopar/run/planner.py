@@ -339,13 +339,8 @@ class Planner:
         }
         if self.clients is not None:
             chosen["mesh"] = self.clients.grid.tolist()
-        return {name: _as_text(value) for name, value in chosen.items()}
-
-
-def _as_text(option: object) -> str:
-    if isinstance(option, Plan):
-        return option.digest
-    return repr(dict(option) if isinstance(option, Mapping) else option)
+        plain = {name: dict(x) if isinstance(x, Mapping) else x for name, x in chosen.items()}
+        return {name: x.digest if isinstance(x, Plan) else repr(x) for name, x in plain.items()}
 
 
 def _reduction_notes(compiled: Compiled) -> list[str]:
@@ -399,14 +394,20 @@ def replicated_shards(
 
 
 def _how_sharded(path: str, leaf: jax.Array, plan: Plan, devices: Devices) -> Sharded | None:
+    """Returns how a leaf can stay sharded: as a divided weight, or along an axis that the data axis divides evenly."""
     if devices.mesh.size == 1:
         return None
     groups = () if plan.tensor is None else plan.tensor.groups
     divided = next((group.axes[path] for group in groups if path in group.axes), None)
     if divided is not None and _mesh_axes(leaf) == {devices.tensor_axis}:
         return Sharded(TENSOR, divided)
-    axis = _data_axis(leaf, devices)
-    return None if axis is None else Sharded("ps", axis)
+    along = spread_as(leaf)
+    axis = 0 if along is None else along[1]
+    is_along_data = along is not None and leaf.sharding.is_equivalent_to(devices.sharding(axis), leaf.ndim)
+    if not is_along_data and devices.count != devices.mesh.size:
+        return None
+    even = even_axis(leaf.shape, axis, devices.count)
+    return None if even is None else Sharded("ps", even)
 
 
 def _is_sharded(leaf: Leaf) -> bool:
@@ -420,16 +421,6 @@ def _mesh_axes(leaf: jax.Array) -> set[str]:
     assert isinstance(leaf.sharding, NamedSharding), "it is sharded"
     parts = [part if isinstance(part, tuple) else (part,) for part in leaf.sharding.spec if part is not None]
     return {name for names in parts for name in names if leaf.sharding.mesh.shape[name] > 1}
-
-
-def _data_axis(leaf: jax.Array, devices: Devices) -> int | None:
-    """Returns the axis along which the devices of the data axis can divide a leaf evenly; None if they can't."""
-    along = spread_as(leaf)
-    axis = 0 if along is None else along[1]
-    is_along_data = along is not None and leaf.sharding.is_equivalent_to(devices.sharding(axis), leaf.ndim)
-    if not is_along_data and devices.count != devices.mesh.size:
-        return None
-    return even_axis(leaf.shape, axis, devices.count)
 
 
 def keep_shards(way: Way, replicated: Mapping[str, Sharded | None]) -> Options:
