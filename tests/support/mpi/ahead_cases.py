@@ -50,8 +50,9 @@ def _by_its_norm(inner: Any) -> Any:
 #: A table for each.
 OPTIMIZERS: Mapping[Any, Any] = {
     "adagrad": optax.adagrad(0.1),
-    "adamw": optax.adamw(optax.warmup_cosine_decay_schedule(1e-3, 3e-2, 20, 100), weight_decay=0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
+    # Momentum fades within the steps that rows wait, so that rows that are replayed together matter.
+    "adamw": optax.adamw(optax.warmup_cosine_decay_schedule(1e-3, 3e-2, 20, 100), b1=0.5, weight_decay=0.1),
+    "momentum": optax.sgd(0.1, momentum=0.5),
 }
 #: Those that move untouched rows by what a step has computed of its gradients.
 SURPRISING: Mapping[Any, Any] = {"by its norm": _by_its_norm(optax.adamw(1e-2, weight_decay=0.1))}
