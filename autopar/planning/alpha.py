@@ -187,7 +187,11 @@ class _Reader:
         for space, ids, run in self._readers[planned]:
             flat = run(leaves)
             if flat is None:
-                raise self._unknown(program, space, number)
+                raise ArgumentsError(
+                    f"batch {number} of measure_alpha: the ids of {program.inputs[space.tables[0]].path} aren't known: "
+                    "they depend on what is only a shape, or on a callback. Give arrays (state= as well, if ids are "
+                    "drawn by a key in it)"
+                )
             rows = device_ids(flat, ids.batched, self._spread, space.extent)
             for table in space.tables:
                 path = program.inputs[table].path
@@ -195,13 +199,6 @@ class _Reader:
                 measured.requested += rows
                 measured.ids += [ids.count_on(self._spread)] * len(rows)
         self.workers += self._spread
-
-    def _unknown(self, program: Program, space: RowSpace, number: int) -> ArgumentsError:
-        path = program.inputs[space.tables[0]].path
-        return ArgumentsError(
-            f"batch {number} of measure_alpha: the ids of {path} aren't known: they depend on what is only a shape, or "
-            "on a callback. Give arrays (state= as well, if ids are drawn by a key in it)"
-        )
 
 
 def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Leaf]]]:

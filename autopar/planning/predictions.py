@@ -61,7 +61,8 @@ def predict(plan: Plan) -> Prediction:
     if plan.pipeline is not None:
         step = predict_stages(plan.pipeline, plan.cluster)
     elif plan.clients_plan is not None:
-        step = _of_clients(plan)
+        exchange = Term("exchange", 0.0, round(plan.clients_plan.sent_bytes))
+        step = Prediction("step", (_of_devices(plan), exchange), timed=False)
     else:
         step = _of_devices(plan)
     return replace(step, name=plan.step, source=source if step.timed else "")
@@ -85,13 +86,6 @@ def _of_devices(plan: Plan) -> Prediction:
     dense = [leaf.sent[leaf.taken] for leaf in plan.dense if leaf.sent]
     sums = Term("sums of dense gradients", 0.0, sum(dense))
     return Prediction("step", (*(table for table in tables if table is not None), *[sums] * bool(dense)), timed=False)
-
-
-def _of_clients(plan: Plan) -> Prediction:
-    assert plan.clients_plan is not None, "clients train"
-    return Prediction(
-        "step", (_of_devices(plan), Term("exchange", 0.0, round(plan.clients_plan.sent_bytes))), timed=False
-    )
 
 
 def predict_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:

@@ -41,7 +41,15 @@ from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.arrays import RowFiles, array_name, read_dense, require_orbax, write_dense, write_rows
-from autopar.state.files.locations import Folder, Location, await_visible, mapped, named, require_tensorstore
+from autopar.state.files.locations import (
+    Folder,
+    Location,
+    await_visible,
+    location_of,
+    mapped,
+    named,
+    require_tensorstore,
+)
 from autopar.state.files.manifest import (
     NUMBERS,
     FileRecord,
@@ -104,7 +112,7 @@ def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, 
     """
     group = everyone()
     with PROGRESS.during("saving a checkpoint"):
-        saving = PendingSave.begin(Folder.of(path), state, position, group)
+        saving = PendingSave.begin(Folder(location_of(path)), state, position, group)
         saving.commit(saving.write)
 
 
@@ -163,7 +171,7 @@ def restore(
         raise ArgumentsError("restore(resize=True) takes like=, a state of the new size, and no step=")
     group = everyone()
     with PROGRESS.during("restoring a checkpoint"):
-        state, position = _restore(Folder.of(path), like, step, batch, call, resize, group)
+        state, position = _restore(Folder(location_of(path)), like, step, batch, call, resize, group)
     return Restored(with_rows_of(state, like) if resize else state, position)
 
 

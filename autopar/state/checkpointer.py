@@ -252,7 +252,7 @@ class Checkpointer:
         if best is not None and (not isinstance(best[0], str) or best[0] == "step"):  # the file has a "step" already
             raise ArgumentsError(f"best={best!r}: a metric's name is a text other than 'step'")
         self.steps = 0
-        self._kept = None if folder is None else History.of(folder)
+        self._kept = None if folder is None else History(location_of(folder))
         self._planned, self._maker = step, Maker(step, batch, call)
         self._keep, self._every, self._async_save = keep, every, async_save
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
@@ -555,11 +555,6 @@ class History:
     """A folder of checkpoints. One process writes to it."""
 
     path: Location
-
-    @staticmethod
-    def of(path: str | os.PathLike[str]) -> History:
-        """Returns the folder that a user names; raises CheckpointError if there is no such kind of location."""
-        return History(location_of(path))
 
     def folder(self, step: int) -> Folder:
         return Folder(self.path / f"step-{step:08d}")

@@ -346,11 +346,6 @@ class Folder:
 
     path: Location
 
-    @staticmethod
-    def of(path: str | os.PathLike[str]) -> Folder:
-        """Returns the folder that a user names; raises CheckpointError if there is no such kind of location."""
-        return Folder(location_of(path))
-
     def version(self, name: str) -> Location:
         """Returns the directory of a version; raises ValueError if it is no version's name."""
         if _VERSION.fullmatch(name) is None:
