@@ -332,6 +332,12 @@ class Program:
         return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}
 
     @property
+    def unchanged(self) -> frozenset[int]:
+        """Indices of the states that the step only reads, and returns as they are."""
+        block = self.block
+        return frozenset(k for k, out in self.new_states.items() if block.outputs[out] is block.inputs[k])
+
+    @property
     def echoes(self) -> dict[int, int]:
         """Index of an output that is an input but no state's new value -> index of that input."""
         inputs, states = {v: k for k, v in enumerate(self.block.inputs)}, set(self.new_states.values())

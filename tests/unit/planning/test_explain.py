@@ -273,3 +273,19 @@ def test_broadcasts_that_are_written_down_are_no_dead_equations() -> None:
     (note,) = (note for name, note, _ in told.passes if name == "normalize")
     (dead,) = re.findall(r"equations; (-?\d+) dead", note)
     assert int(dead) >= 1, note
+
+
+def test_what_a_step_only_reads_has_no_update() -> None:
+    @autopar.parallelize(strategy="ps")
+    def step(state: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
+        def loss_of(adapter: Any) -> jax.Array:
+            return ((state["frozen"][ids] @ state["mix"] + adapter[ids] @ jnp.ones((2, 4))) ** 2).mean()
+
+        loss, grad = jax.value_and_grad(loss_of)(state["adapter"])
+        return {**state, "adapter": state["adapter"] - 0.1 * grad}, loss
+
+    state = {"frozen": jnp.ones((ROWS, 4)), "mix": jnp.eye(4), "adapter": jnp.ones((ROWS, 2))}
+    told = autopar.explain(step, state, IDS)
+    rows = {row.path: (row.action, row.dense_bytes, row.planned_bytes) for row in told.rows}
+    assert rows["frozen"] == rows["mix"] == ("none", 0, 0)
+    assert rows["adapter"][0] == "sparse" and told.dense_bytes == rows["adapter"][1] > 0
