@@ -67,9 +67,23 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
         zero = None if replay.scale_only is None else {replay.leaves[k] for k in replay.scale_only.zero}
         is_in_vain = zero is None or not zero.isdisjoint(tables)
         if is_in_vain and not is_asked and not replay_pays(family_bytes=size):
-            reason = "what each step does to all of its rows would have to be replayed: the dense update is faster"
-            found |= dict.fromkeys(replay.leaves, Refusal(reason, None, "strategy='ps'", "replayed"))
+            reason, remedy = "what each step does to all of its rows would have to be replayed", "strategy='ps'"
+            long = next((e for body in equation.bodies for e in body.walk() if _written_out(e) > _WRITTEN_OUT), None)
+            if long is not None:
+                turns, count = long.params["length"], _written_out(long)
+                reason = f"{turns} steps in a loop are too many to see what they do to a row that none of them touches "
+                reason += f"({count:,} equations, and {_WRITTEN_OUT} at most), so that each would have to be replayed"
+                remedy = f"{max(turns * _WRITTEN_OUT // count, 1)} steps a call, or {remedy}"
+            reason += ": the dense update is faster"
+            found |= dict.fromkeys(replay.leaves, Refusal(reason, None, remedy, "replayed"))
     return found
+
+
+def _written_out(equation: Equation) -> int:
+    """Returns the number of equations of a scan that is written out; 0 of others."""
+    if equation.op != "scan":
+        return 0
+    return equation.params["length"] * sum(1 for _ in equation.bodies[0].walk())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,14 +206,14 @@ class _Simpler(Rewriter):
         return atom
 
     def nested(self, equation: Equation) -> list[Equation]:
-        border, length = equation.border, equation.params.get("length", 0)
+        border = equation.border
         carried = border.consts + border.carries
         is_stacked = len(equation.outputs) > border.carries
-        if equation.op != "scan" or is_stacked or length * sum(1 for _ in equation.bodies[0].walk()) > _WRITTEN_OUT:
+        if equation.op != "scan" or is_stacked or _written_out(equation) > _WRITTEN_OUT:
             return [equation]
         made: list[Equation] = []
         carry: Sequence[Atom] = equation.inputs[border.consts : carried]
-        for k in range(length)[:: -1 if equation.params["reverse"] else 1]:
+        for k in range(equation.params["length"])[:: -1 if equation.params["reverse"] else 1]:
             operands = [*equation.inputs[: border.consts], *carry]
             for atom in equation.inputs[carried:]:
                 made += expand(functools.partial(jax.lax.index_in_dim, index=k, keepdims=False), equation, (atom,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -63,3 +64,23 @@ def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) 
     if not lifted and kind == "average":
         assert "would have to be replayed: the dense update is faster" in table.reason
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), autopar.materialize(state), theirs)
+
+
+def test_a_loop_of_too_many_steps_is_told_how_many_it_may_have() -> None:
+    tx = optax.adam(0.05)
+
+    def step(state: Any, ids: Any) -> Any:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((p["t"][ids] @ p["w"]) ** 2))(state["params"])
+        updates, opt = tx.update(grads, state["opt"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def planned(steps: int) -> Any:
+        several = autopar.parallelize(lambda state, ids: jax.lax.scan(step, state, ids))
+        return autopar.plan(several, state, np.zeros((steps, 8), np.int32)).table("params/t")
+
+    params = {"t": jnp.ones((200_000, 32)), "w": jnp.ones((32, 2))}
+    state = {"params": params, "opt": tx.init(params)}
+    table = planned(100)
+    allowed = re.match(r"(\d+) steps a call, or strategy='ps'", table.remedy)
+    assert not table.lifted and "100 steps in a loop are too many" in table.reason and allowed is not None
+    assert planned(int(allowed[1])).lifted and not planned(int(allowed[1]) + 1).lifted
