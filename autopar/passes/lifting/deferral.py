@@ -119,11 +119,12 @@ def read_untouched_update(
     axes = space.row_axes
     chunk = untouched.routes[family]
     form = Block((*inner.values(), *untouched.imports.values()), tuple(untouched.equations), tuple(new))
-    kept, _ = eliminate_dead(_Simpler().block(form))
+    outside = {v: key[1] for key, v in untouched.imports.items()}
+    kept, _ = eliminate_dead(_Simpler(scope, outside).block(form))
     rows: dict[int, Var] = {}
     renamed: dict[Atom, Atom] = {}
     names = {v: k for k, v in inner.items()}
-    step = _Step(scope, {v: key[1] for key, v in untouched.imports.items()})
+    step = _Step(scope, outside)
     row_equations: list[Equation] = []
     dependent: set[Atom] = set()
     for equation in kept.equations:
@@ -178,6 +179,12 @@ class _Simpler(Rewriter):
     """Makes an untouched update simpler: a masked gradient of 0 doesn't depend on the row's number, and of short loops
     over several steps, written out, it is known what they do to a row."""
 
+    def __init__(self, scope: Scope, outside: Mapping[Var, Atom]) -> None:
+        """Takes the step, and which of its values the update's inputs are."""
+        super().__init__()
+        self.made = {v: e for e in scope.equations for v in e.outputs}
+        self.outside = outside
+
     def rule(self, equation: Equation) -> list[Equation]:
         if equation.op not in ("mul", "select_n"):
             return [equation]
@@ -200,10 +207,12 @@ class _Simpler(Rewriter):
         return isinstance(source.type, ArrayType) and source.dtype == np.bool_
 
     def _source(self, atom: Atom) -> Atom:
-        maker = self.made.get(atom)
-        while maker is not None and maker.op in ("broadcast_in_dim", "ap.full", "reshape", "convert_element_type"):
-            atom, maker = maker.inputs[0], self.made.get(maker.inputs[0])
-        return atom
+        while True:
+            atom = self.outside.get(atom, atom)
+            maker = self.made.get(atom)
+            if maker is None or maker.op not in ("broadcast_in_dim", "ap.full", "reshape", "convert_element_type"):
+                return atom
+            atom = maker.inputs[0]
 
     def nested(self, equation: Equation) -> list[Equation]:
         border = equation.border

@@ -25,6 +25,7 @@ from autopar.cost.model import SMALL_DEFERRED_BYTES
         ("bfloat16 momentum", "auto", True),
         ("bfloat16 table", "auto", False),
         ("masked gradient", "auto", True),
+        ("gradient where", "auto", True),
         ("frozen row", "auto", True),
     ],
 )
@@ -42,6 +43,8 @@ def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) 
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
         if kind == "masked gradient":
             grads["t"] = grads["t"] * (jnp.arange(len(grads["t"])) != 3)[:, None]
+        if kind == "gradient where":
+            grads["t"] = jnp.where(jnp.arange(len(grads["t"]))[:, None] == 3, 0.0, grads["t"])
         updates, opt = tx.update(grads, state["opt"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state["average"], params) if "average" in state else {}
