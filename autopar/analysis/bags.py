@@ -98,7 +98,8 @@ class Bags:
     @property
     def key(self) -> Hashable:
         """Equal for the same ids and weights."""
-        return self.index, self.moves, self.ids, self.segments, tuple(factor.key for factor in self.weights)
+        weights = tuple(factor.key for factor in self.weights)
+        return self.index, self.moves, self.ids, self.segments, self.segment_count, weights
 
     def by_bags(self, value: Array) -> Array:
         """Returns a value of the ids as [bags, ids of each], with segments as [ids]; one number is that of all."""
@@ -157,8 +158,9 @@ def find_bags(
         if matched is None:
             return None
         pairs += matched
-    weights = [factor.atom for pair in pairs for factor in (*pair.sums.selects, *pair.sums.weights)]
-    behind = {v for e in needed_equations(finder.block.equations, weights) for v in e.outputs} if weights else set()
+    beside = [factor.atom for pair in pairs for factor in (*pair.sums.selects, *pair.sums.weights)]
+    beside += [pair.sums.segments for pair in pairs if pair.sums.segments is not None]
+    behind = {v for e in needed_equations(finder.block.equations, beside) for v in e.outputs} if beside else set()
     known = {index for index, _ in pushes} <= {index for index, _ in lookups}
     return pairs if pairs and known and behind.isdisjoint(value for _, value in lookups) else None
 

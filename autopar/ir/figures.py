@@ -166,8 +166,8 @@ class Sizes:
     bag_id_bytes: int = 0  #: Bytes that tell an owner of an id in a bag; on hosts, its weight's among them.
     bag_count_bytes: int = 0  #: Bytes that tell each owner how many of a bag's ids are its own.
     bag_weight: int = 0  #: On devices, bytes of the weight of an id in a bag.
-    #: The most of these in which a rank has ids, where the batch says which bag each id is in; 0: all.
-    bags_filled: int = 0
+    #: The most of these in which a rank has ids, where the batch says which bag each id is in; None: all.
+    bags_filled: int | None = None
     #: On hosts, the share of rows that crosses machines where what ranks of a machine want alike does so once.
     crossing: float = 1.0
     #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
@@ -186,7 +186,7 @@ class Sizes:
     @property
     def bag_sums(self) -> int:
         """Sums that a rank gets of owners, each of which adds up its own rows of a bag."""
-        filled = self.bags_filled or self.bags
+        filled = self.bags if self.bags_filled is None else self.bags_filled
         return filled if self.whole else min(self.devices * filled, self.bag_ids)
 
     @property
@@ -202,7 +202,8 @@ class Sizes:
     def with_ids(self, ids: int) -> Sizes:
         """Returns the sizes of a step in which each device looks up so many ids, in bags of as many as before."""
         scale = ids / self.ids if self.ids else 1.0
-        bags, filled, placed = (math.ceil(scale * n) for n in (self.bags, self.bags_filled, self.bag_ids))
+        bags, placed = math.ceil(scale * self.bags), math.ceil(scale * self.bag_ids)
+        filled = None if self.bags_filled is None else math.ceil(scale * self.bags_filled)
         return replace(self, ids=ids, bags=bags, bags_filled=filled, bag_ids=placed)
 
     def on_devices(self) -> Sizes:
@@ -216,7 +217,7 @@ class Sizes:
 
     def by_rows(self) -> Sizes:
         """Returns the sizes of a table whose rows travel, in place of bags."""
-        return replace(self, bags=0, bag_ids=0, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0, bags_filled=0)
+        return replace(self, bags=0, bag_ids=0, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0, bags_filled=None)
 
 
 # --- figures for people ---

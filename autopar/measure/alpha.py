@@ -92,9 +92,11 @@ def ids_by_family(
 
 
 def example_value(program: Program, atom: Atom, leaves: Sequence[Leaf] | None) -> np.ndarray | None:
-    """Returns a value of a step in an example; None if it is unknown. Collective for global leaves. `leaves`: as in
+    """Returns a value of a step in an example; None if it is unknown, or needs the state or a model. `leaves`: as in
     `example_ids`."""
-    found = None if leaves is None else _reader(*_reads(program, (), (atom,)))(leaves)
+    block, used = _reads(program, (), (atom,))
+    of_state = any(u and input_.role == "state" for u, input_ in zip(used, program.inputs, strict=True))
+    found = None if leaves is None or of_state or not is_exact(block) else _reader(block, used)(leaves)
     return None if found is None else found[0]
 
 

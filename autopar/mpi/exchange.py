@@ -38,8 +38,8 @@ from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting
 
 #: Ids in the first message of an ask, which says how many there are; the rest follows in a second one.
 FIRST_IDS = 2047
-#: Tags of messages are from 1 to this: MPI has 32,768 of them at least.
-_TAGS = 32_000
+#: The first tag of messages for a purpose, behind those of rings, and their number; MPI has 32,768 of them at least.
+_FIRST_TAG, _TAGS = 100, 32_000
 #: What `Exchange.swap` counts bytes by.
 Kind = Literal["ids", "rows", "gradients"]
 
@@ -138,7 +138,7 @@ class Exchange:
         """Takes messages only of ranks that exchange for the same purpose: others wait, in place of taking what isn't
         meant for them."""
         mine = self._tag, self.near._tag
-        self._tag = self.near._tag = 1 + zlib.crc32(name.encode()) % _TAGS
+        self._tag = self.near._tag = _FIRST_TAG + zlib.crc32(name.encode()) % _TAGS
         try:
             yield
         finally:
@@ -283,11 +283,10 @@ class Exchange:
 
         `sums`: `[u, ...]` in C order; only u may differ between ranks.
         """
-        lines, there = as_lines(sums), range(self.size)
-        lengths = self._lengths(lines)
+        there, lengths = range(self.size), self._lengths(sums)
         nothing: list[np.ndarray | None] = [None] * self.size
-        own = [lines if r == 0 and self.rank else None for r in there]
-        others = [np.empty((lengths[r], lines.shape[1]), np.uint8) if r else None for r in there]
+        own = [sums if r == 0 and self.rank else None for r in there]
+        others = [np.empty((lengths[r], *sums.shape[1:]), sums.dtype) if r else None for r in there]
         self.swap("gradients", own, nothing if self.rank else others)
         self.swap("gradients", nothing if self.rank else others, own)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -106,12 +107,15 @@ class HostRunner(Runner):
         if exchange_.size > 1 and is_by_mpi:
             exchange_.rings_from, bucket_bytes = reductions_here()
         self.ranks = Ranks(exchange_, self._program.name, joint=not is_by_mpi, devices=self._bound.rank_devices)
+        #: What no other step exchanges messages for, the same on all ranks.
+        text = "".join(f"{e.op}{e.outputs}" for e in self._program.block.walk())
+        self._purpose = f"{self._program.name} {zlib.crc32(text.encode())}"
         self._way = in_buckets(bucket_bytes)
         self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
-        with self.ranks.exchange.purpose(self._program.name):
+        with self.ranks.exchange.purpose(self._purpose):
             return self._run(leaves)
 
     def _run(self, leaves: Sequence[Leaf]) -> Pytree:

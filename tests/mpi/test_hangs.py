@@ -98,6 +98,7 @@ def test_a_rank_that_is_awaited_beside_python_is_named(launch: Run, cases: list[
 
 
 ALONE = """
+import functools
 import autopar, jax, jax.numpy as jnp, numpy as np
 from pathlib import Path
 
@@ -115,16 +116,21 @@ def train_step(tables, batch):
 def evaluate(tables, batch):
     return jnp.mean(tables["a"][batch] ** 2)
 
+alike = [autopar.parallelize(functools.partial(lambda f, t, b: jnp.mean(f(t["a"][b])), f)) for f in (jnp.sin, jnp.cos)]
+
 tables, batch = {name: jnp.ones((50_000, 64)) for name in "ab"}, np.arange(2048, dtype=np.int32) * 7
 for _ in range(2):
     tables, loss = train_step(tables, batch)
-    float(evaluate(tables, batch))
+    for other in (evaluate, *alike):
+        float(other(tables, batch))
 if rank == 0 and run == 0:
     np.asarray(tables["a"])
 if rank == 0 and run == 1:
     float(evaluate(tables, batch))
 if run == 2:
     np.asarray(tables["ab"[rank]])
+if run == 3:
+    float(alike[rank](tables, batch))
 for _ in range(2):
     tables, loss = train_step(tables, batch)
 float(loss)
@@ -132,10 +138,11 @@ float(loss)
 
 
 def test_a_rank_that_reads_or_evaluates_alone_waits_and_is_named(launch: Run) -> None:
-    """It isn't sent what another rank's step sends, nor the rows of another table."""
-    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "3"], ALONE)
+    """It isn't sent what another rank's step sends, nor the rows of another table; nor are steps of one name mixed."""
+    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "4"], ALONE)
     told = re.findall(r"All ranks wait for each other.*", job.output)
-    assert job.code == 0 and len(told) == 3, job.output
+    assert job.code == 0 and len(told) == 4, job.output
     assert "reading rows of a in host memory" in told[0] and "asking for rows" in told[0]
     assert "evaluate: asking for rows" in told[1] and "train_step: asking for rows" in told[1]
     assert "reading rows of a in host memory" in told[2] and "reading rows of b in host memory" in told[2]
+    assert told[3].count("<lambda>: asking for rows") == 2

@@ -478,27 +478,28 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
     n = choices.devices
     # Segments may put a rank's ids into the bags of all.
     count = sum(one.count if one.segments is not None else one.count // n for one in bags)
-    filled = sum(_filled(one, choices) for one in bags)
+    filled = sum(_filled(program, one, choices) for one in bags)
     placed = sum(one.placed for one in bags) // n
     number = 2 if sizes.requested <= 1 << 16 else 4  # which of the rows that were asked for
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
-    counted = np.min_scalar_type(max(one.length for one in bags)).itemsize
+    most = max(one.length if one.segments is None else one.length // n for one in bags)
+    counted = np.min_scalar_type(most).itemsize
     pooled = replace(
         sizes,
         bags=count,
         bag_ids=placed,
         bag_id_bytes=number + weight,
         bag_count_bytes=counted,
-        bags_filled=filled if any(one.segments is not None for one in bags) else 0,
+        bags_filled=filled if any(one.segments is not None for one in bags) else None,
     )
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:
         return sizes, ""
     saved = f"a rank sends {format_bytes(after)} in place of {format_bytes(before)}"
-    return pooled, f"the owners of the rows add up each rank's {pooled.bags_filled or count} bags: {saved}"
+    return pooled, f"the owners of the rows add up each rank's {filled} bags: {saved}"
 
 
-def _filled(bags: Bags, choices: Choices) -> int:
+def _filled(program: Program, bags: Bags, choices: Choices) -> int:
     """Returns in how many bags a rank has ids: the most in the example, else as many as if ids came bag by bag."""
     n = choices.devices
     if bags.segments is None:
@@ -506,8 +507,15 @@ def _filled(bags: Bags, choices: Choices) -> int:
     found = choices.value(bags.segments)
     if found is None:
         return min(bags.count, bags.count // n + 1, bags.placed // n)
-    there = (np.unique(part) for part in np.split(found.reshape(-1), n))
+    there = (np.unique(part) for part in np.split(found.reshape(bags.ids), n, _axis_of_ids(program, bags)))
     return max(int(((part >= 0) & (part < bags.count)).sum()) for part in there)
+
+
+def _axis_of_ids(program: Program, bags: Bags) -> int | None:
+    """Returns the batch axis of the ids in bags by segments; None if it isn't known."""
+    atoms = (bags.segments, *(() if bags.moves else (bags.index,)))
+    axes = (program.batch.get(atom) for atom in atoms if isinstance(atom, Var))
+    return next((axis for axis in axes if axis is not None), None)
 
 
 def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[Bags]:
@@ -522,7 +530,8 @@ def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices
     bags = [pair.sums for pair in _bag_pairs(space, ids, choices)]
     for one in bags:
         if one.segments is not None:
-            if not choices.hosts or one.ids[0] % choices.devices:
+            axis = _axis_of_ids(program, one)
+            if not choices.hosts or axis is None or one.ids[axis] % choices.devices:
                 return ()
             continue
         axis = program.batch.get(one.value) if isinstance(one.value, Var) else None

@@ -89,6 +89,10 @@ SEGMENTS: Mapping[str, Form] = {
     "segments of two axes": lambda table, batch: (
         jnp.zeros((EXAMPLES, table.shape[1])).at[batch["mixed"].reshape(EXAMPLES, -1)].add(table[batch["ids"]])
     ),
+    "segments of two counts": lambda table, batch: (
+        jnp.concatenate([_of_segments(table[batch["words"]], batch)[:6], jnp.zeros((6, table.shape[1]))])
+        + jnp.tanh(jax.ops.segment_sum(table[batch["words"]], batch["bag"], 6)).sum(0)
+    ),
     "segments and bags": lambda table, batch: (
         _of_segments(table[batch["ids"].reshape(-1)], batch) * table[batch["ids"]].sum(1)
     ),
@@ -236,31 +240,41 @@ def check_bytes() -> None:
 
 
 def check_bytes_of_segments() -> None:
-    """A bag that has rows of an owner among a rank's ids is one sum, and one cotangent."""
+    """A bag that has rows of an owner among a rank's ids is one sum, and one cotangent. A rank has fewer than 256 ids,
+    all ranks have more."""
     form = {"segments": SEGMENTS["segments"]}
     step = autopar.parallelize(step_of(form, optax.sgd(0.1)), strategy={"params/tables/*": HOSTS})
     set_options(step, least_saved=0)
+
+    def batch(seed: int) -> dict[str, np.ndarray]:
+        given, more = batch_of(seed), batch_of(seed + 100)
+        words, bags = (np.concatenate([given[k], more[k], given[k]]) for k in ("words", "mixed"))
+        return given | {"words": words, "bag": np.sort(bags)}
+
     state = start(form, optax.sgd(0.1), (8,))
     for k in range(2):
         before = dict(exchange().sent_bytes)
-        state, _ = step(state, batch_of(k))
-    sent = {kind: n - before[kind] for kind, n in exchange().sent_bytes.items() if kind in ("rows", "gradients")}
-    words, bags = (np.split(batch_of(1)[name], RANKS) for name in ("words", "bag"))
-    there = [(mine >= 0) & (mine < EXAMPLES) for mine in bags]
+        state, _ = step(state, batch(k))
+    sent = {kind: n - before[kind] for kind, n in exchange().sent_bytes.items() if kind in ("ids", "rows", "gradients")}
+    words, bags = (np.split(batch(1)[name], RANKS) for name in ("words", "bag"))
+    owners, there = [mine % RANKS for mine in words], [(mine >= 0) & (mine < EXAMPLES) for mine in bags]
     counts = [
-        [len({*bags[r][there[r] & (words[r] % RANKS == owner)].tolist()}) for owner in range(RANKS)]
-        for r in range(RANKS)
+        [np.unique(bags[r][there[r] & (owners[r] == owner)]).size for owner in range(RANKS)] for r in range(RANKS)
     ]
     others = [r for r in range(RANKS) if r != RANK]
+    asked = np.count_nonzero(np.unique(words[RANK]) % RANKS != RANK)
     assert sent == {
+        "ids": 4 * (len(others) + asked) + len(others) * EXAMPLES + 2 * np.sum(there[RANK] & (owners[RANK] != RANK)),
         "rows": 4 * 8 * sum(counts[r][RANK] for r in others),
         "gradients": sum(4 * 8 * counts[RANK][owner] + 1 for owner in others),
     }
     (table,) = step.plan.tables
-    filled = [np.unique(mine) for mine in np.split(batch_of(0)["bag"], RANKS)]
+    filled = [np.unique(mine) for mine in np.split(batch(0)["bag"], RANKS)]
     most = max(((bags >= 0) & (bags < EXAMPLES)).sum() for bags in filled)
     terms = {t.name: t.sent for t in host_terms(known(table.sizes))}
     assert terms["send sums"] == terms["send cotangents"] == len(others) * 4 * 8 * most
+    placed = words[0].size  # of which the owners' own stay
+    assert terms["send bags"] == (2 * placed + RANKS * EXAMPLES) * len(others) // RANKS
     assert f"add up each rank's {most} bags: a rank sends" in table.reason
 
 

@@ -72,6 +72,16 @@ def _ran(optimize: Any) -> tuple[Any, dict[str, int], Any]:
     return jax.tree.map(np.asarray, autopar.materialize(state)), sent, step
 
 
+def check_a_first_rank_that_owns_no_row() -> None:
+    """Sums of rows go by way of the first rank, which adds none of its own."""
+    batch = _ids(0) // RANKS * RANKS + RANKS - 1  # rows are distributed cyclically
+    state = {"emb": jnp.ones((ROWS + RANKS, WIDTH)) / 8, "w": jnp.ones((READ, OUT))}
+    mine, told = autopar.parallelize(_step, strategy={"emb": HOSTS}, optimize="none", donate=False)(state, batch)
+    theirs, wanted = jax.jit(_step)(state, batch)
+    for a, b in zip(jax.tree.leaves((mine, told)), jax.tree.leaves((theirs, wanted)), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+
+
 def check_bytes() -> None:
     """Exact, against sets counted from the ids: what each switch adds by itself."""
     parts = [np.unique(part) for part in np.split(_ids(2), RANKS)]
