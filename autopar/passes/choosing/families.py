@@ -507,7 +507,7 @@ def _filled(program: Program, bags: Bags, choices: Choices) -> int:
     found = choices.value(bags.segments)
     if found is None:
         return min(bags.count, bags.count // n + 1, bags.placed // n)
-    there = (np.unique(part) for part in np.split(found.reshape(bags.ids), n, _axis_of_ids(program, bags)))
+    there = (np.unique(part) for part in np.split(found.reshape(bags.ids), n, known(_axis_of_ids(program, bags))))
     return max(int(((part >= 0) & (part < bags.count)).sum()) for part in there)
 
 

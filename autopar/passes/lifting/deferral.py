@@ -208,7 +208,7 @@ class _Simpler(Rewriter):
 
     def _source(self, atom: Atom) -> Atom:
         while True:
-            atom = self.outside.get(atom, atom)
+            atom = self.outside.get(atom, atom) if isinstance(atom, Var) else atom
             maker = self.made.get(atom)
             if maker is None or maker.op not in ("broadcast_in_dim", "ap.full", "reshape", "convert_element_type"):
                 return atom
