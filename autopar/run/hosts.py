@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,9 @@ from autopar.ways.way import Way
 
 #: Steps in a row that write something unexpected to update logs, after which rows are brought up to date when needed.
 _SURPRISES = 3
+#: Steps that aren't timed, those that are, and the share of them that exchanges of ids and rows must take for that CPUs
+#: fetch ahead: what runs beside a step takes cores from it.
+_UNTIMED, TIMED, LEAST_SHARE = 8, 32, 1 / 6
 
 
 @dataclass
@@ -111,12 +115,19 @@ class HostRunner(Runner):
         text = "".join(f"{e.op}{e.outputs}" for e in self._program.block.walk())
         self._purpose = f"{self._program.name} {zlib.crc32(text.encode())}"
         self._way = in_buckets(bucket_bytes)
-        self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
+        pays = Ranks.hides_exchanges(exchange_) if is_on(compiled.plan.optimize, "prefetch") else False
+        self._prefetches = bool(pays)
+        #: Steps until it is known whether it pays to fetch rows ahead; None: it is.
+        self._untimed = TIMED + _UNTIMED if pays is None and exchange_.knows_lists and is_by_mpi else None
+        self._seconds, self._timed_from = 0.0, (0.0, 0.0)  #: Of calls; and then of exchanges.
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
+        start = time.perf_counter()
         with self.ranks.exchange.purpose(self._purpose):
-            return self._run(leaves)
+            results = self._run(leaves)
+        self._seconds += time.perf_counter() - start
+        return results
 
     def _run(self, leaves: Sequence[Leaf]) -> Pytree:
         self.ranks.step = PROGRESS.last.step
@@ -133,6 +144,7 @@ class HostRunner(Runner):
         step = RunningStep({}, dict(self._last.routes), needs, lagging=lagging, is_first=self._is_first)
         step.catch_up_some = functools.partial(_catch_up_some, logs)
         self._is_first = False  # on all ranks, even if the step fails
+        self._time_exchanges()
         known = self.upcoming if self._prefetches else None
         step.looks_ahead = known is not None
         upcoming = {} if known is None else known.after(leaves)
@@ -181,6 +193,19 @@ class HostRunner(Runner):
         return results
 
     # --- the part of a step that runs beside the one before it ---
+
+    def _time_exchanges(self) -> None:
+        """Counts a step; after some, agrees with all ranks on whether ids and rows took enough of them to be exchanged
+        ahead. Collective then."""
+        if self._untimed is None:
+            return
+        self._untimed -= 1
+        if self._untimed == TIMED:
+            self._timed_from = self._seconds, self.ranks.exchanged_s
+        elif not self._untimed:
+            start, before = self._timed_from
+            share = (self.ranks.exchanged_s - before) / (self._seconds - start)
+            self._prefetches, self._untimed = self.ranks.least(int(share >= LEAST_SHARE)) > 0, None
 
     def _begin_next(
         self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf], *, expects: bool

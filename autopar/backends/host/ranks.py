@@ -8,6 +8,7 @@ the *device* side on its examples.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -54,6 +55,7 @@ class Ranks:
       own_devices: This rank's devices that run device programs.
       buffers: Two sets of buffers, used by steps in turn.
       step: The index of the step, for messages.
+      exchanged_s: Seconds of exchanges of ids and rows, the wait for other ranks included.
     """
 
     def __init__(self, exchange: Exchange, name: str, *, joint: bool, devices: int | None = None) -> None:
@@ -79,20 +81,31 @@ class Ranks:
         self.programs: dict[Hashable, Callable[..., Sequence[Array]]] = {}
         self._thread = ThreadPoolExecutor(1, "autopar-reductions")
         self.step = -1
+        self.exchanged_s = 0.0
 
     # --- exchanges ---
 
     @staticmethod
-    def hides_exchanges(exchange: Exchange) -> bool:
-        """Says whether exchanges take time in which the devices can compute: on wires, or on cores that these leave
-        alone. CPUs of one machine have neither."""
-        return exchange.near.size < exchange.size or jax.local_devices()[0].platform != "cpu"
+    def hides_exchanges(exchange: Exchange) -> bool | None:
+        """Says whether exchanges take time in which the devices can compute: on cores that these leave alone, or on
+        wires. CPUs of one machine have neither; those of several exchange with the cores that compute, so that it
+        depends on how long the wires take: None."""
+        if jax.local_devices()[0].platform != "cpu":
+            return True
+        return None if exchange.near.size < exchange.size else False
 
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
-        return self._exchanged("asking for rows", self.exchange.ask, indices, shard_rows)
+        return self._timed("asking for rows", self.exchange.ask, indices, shard_rows)
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._exchanged("fetching rows", self.exchange.fetch, requested, rows, out)
+        return self._timed("fetching rows", self.exchange.fetch, requested, rows, out)
+
+    def _timed(self, what: str, exchange: Callable[..., T], *args: Pytree) -> T:
+        """Exchanges what could be exchanged beside the step before."""
+        start = time.perf_counter()
+        result = self._exchanged(what, exchange, *args)
+        self.exchanged_s += time.perf_counter() - start
+        return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)

@@ -30,6 +30,7 @@ from autopar.ir.program import known
 from autopar.ir.strategy import OPTIMIZATIONS
 from autopar.mpi.exchange import divide
 from autopar.mpi.machines import exchange
+from autopar.run import hosts
 
 HOSTS = ("ps", "hosts")
 RANK, RANKS = jax.process_index(), jax.process_count()
@@ -488,3 +489,16 @@ def check_one_machine_does_nothing_ahead() -> None:
     step, state = make()
     text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
     assert "nothing is fetched ahead, as all ranks are on one machine" in text
+
+
+def check_cpus_of_several_machines_time_exchanges_first() -> None:
+    """By the 12th step it is known whether they take enough of the time."""
+    unsure = mock.patch.object(Ranks, "hides_exchanges", staticmethod(lambda exchange: None))
+    for least, expected in ((0, (12, 2 * 5)), (2, (17, 0))):
+        with unsure, mock.patch.multiple(hosts, TIMED=4, LEAST_SHARE=least):
+            _, fetches = run_both(lambda: batches(17))
+        assert (fetches.whole, fetches.late) == expected
+    with unsure:
+        step, state = make()
+        text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
+    assert "write them, once exchanges of ids and rows are found to take a sixth of the time" in text

@@ -71,7 +71,7 @@ def check_without_leaders() -> None:
     np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
     alone = exchange(by_leaders=False)
     assert type(alone) is Exchange and alone is exchange(by_leaders=False) is not exchange()
-    assert (alone.near.size, alone.near_ranks) == (2, exchange().near_ranks) and Ranks.hides_exchanges(alone)
+    assert (alone.near.size, alone.near_ranks) == (2, exchange().near_ranks) and Ranks.hides_exchanges(alone) is None
     before = alone.sent_bytes["gradients"], dict(exchange().sent_bytes)
     naive(state, case.batches(9))
     part = np.unique(np.array_split(case.batches(9)["ids"], RANKS)[RANK])
