@@ -34,13 +34,8 @@ class Followed:
 def follow_spread(equation: Equation, spread: Mapping[int, int], devices: int, *, examples: int = 0) -> Followed:
     """Returns where equal shards of some operands end up, in an equation without bodies.
 
-    Args:
-      spread: Operand -> the axis along which it is spread.
-      devices: The number of devices.
-      examples: B, if the devices don't divide it (`Spread`).
-
-    Raises:
-      NotLocal: there is no rule, or the operands don't go together.
+    `spread`: operand -> the axis along which it is spread. `examples`: B, if the devices don't divide it (`Spread`).
+    Raises NotLocal if there is no rule, or the operands don't go together.
     """
     op = equation.op
     parts = examples or devices

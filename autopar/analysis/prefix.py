@@ -75,11 +75,8 @@ def prefix_of(
 ) -> Prefix | None:
     """Returns the prefix of a step; None if no rows are asked for by ids of the batch, or no program follows.
 
-    Args:
-      program: The program of one rank.
-      items: Its segments.
-      hosted: Families on hosts.
-      deferred: Whether rows are brought up to date ahead.
+    `items`: the segments of `program`, which is one rank's. `hosted`: families on hosts. `deferred`: whether rows are
+    brought up to date ahead.
     """
     named = list(zip(program.block.inputs, program.inputs, strict=False))  # update logs' entries have no names
     logs = _logs_of(program.block, hosted) if deferred else []

@@ -719,14 +719,9 @@ _ROWS_OF_MASK = (
 
 
 def why_summed(equation: Equation, reason: str, rows: int, equations: Sequence[Equation]) -> Refusal | None:
-    """Returns a more precise reason why a sum needs all rows of a table, if there is one.
-
-    Args:
-      equation: A reduction over the rows, or a product that sums over them.
-      reason: The general reason.
-      rows: The table's number of rows.
-      equations: Those of the block around it.
-    """
+    """Returns a more precise reason why a sum needs all rows of a table than the general one, if there is one.
+    `equation`: a reduction over the rows, or a product that sums over them. `equations`: those of the block around
+    it."""
     made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
     if equation in _softmaxes(equations, made):
         reason = f"{equation.op} over all rows of the table, for a full softmax"

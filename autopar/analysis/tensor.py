@@ -53,14 +53,8 @@ class TensorGroup:
 
 
 def divide_products(program: Program, leaves: Collection[int], devices: int, examples: int) -> list[TensorGroup]:
-    """Returns the groups of weights that can be divided, in the order of their first products.
-
-    Args:
-      program: An analysed program.
-      leaves: Inputs of the state that may be divided.
-      devices: T.
-      examples: N, the number of devices over which examples are spread.
-    """
+    """Returns the groups of weights that T `devices` can divide, in the order of their first products. `leaves`: inputs
+    of the state that may be divided. `examples`: N, the number of devices over which examples are spread."""
     inputs, new = program.block.inputs, program.new_states
     decided: dict[int, int] = {}
     followed: dict[int, _Value] = {}
@@ -92,12 +86,7 @@ class Division:
 
 
 class Divider:
-    """Follows divided leaves through equations.
-
-    Args:
-      leaves: Leaf -> the axis along which it is divided.
-      devices: T.
-    """
+    """Follows divided leaves (leaf -> the axis along which it is divided) through equations."""
 
     def __init__(self, leaves: Mapping[Var, int], devices: int) -> None:
         self._walk = _Walk({}, 1, devices, {})
@@ -153,14 +142,8 @@ class _Notes:
 
 
 class _Walk(Interpreter[_Value]):
-    """One walk; weights are decided at their first product.
-
-    Args:
-      batch: The axis of examples of each variable that has one.
-      examples: Number of devices over which these are spread.
-      devices: T.
-      decided: Leaf -> its decided axis.
-    """
+    """Follows divided leaves once; weights are decided at their first product. `batch`: the axis of examples of each
+    variable that has one. `decided`: leaf -> its decided axis."""
 
     def __init__(self, batch: Mapping[Var, int], examples: int, devices: int, decided: dict[int, int]) -> None:
         super().__init__()

@@ -39,15 +39,12 @@ def load_of_ids(owners: Array, count: int, most: int, capacity: int) -> Array:
 
 
 def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, shard_rows: int, axis: str) -> tuple:
-    """Tells owners which of their rows are in this device's bags.
+    """Tells owners which of their rows are in this device's bags. Arguments: `params` and `operands` of `ap.ask_bags`.
 
     Args:
-      params: Of `ap.ask_bags`.
-      operands: Its own.
       stored: int32[n], storage indices of the bags' ids (`bag_ids`).
       rows: int32[U], sorted: the owner's rows that all devices ask for.
       shard_rows: An owner's rows.
-      axis: The mesh's.
 
     Returns:
       What an owner heard, int32[N slots] each: the position of an id's row among `rows`, U for none; the same if the

@@ -80,14 +80,9 @@ class Devices:
         return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
 
     def local(self, fun: Callable[..., Pytree], axes: Sequence[int | None], returned: Leaf, *operands: Array) -> Leaf:
-        """Runs a function on each device's part of the operands.
-
-        Args:
-          fun: Takes and returns local arrays; may use collectives over `axis`.
-          axes: For each operand the axis along which it is spread; None: every device has all of it.
-          returned: The axis of each result, as a tuple; a single result's axis as it is.
-          *operands: Global arrays.
-        """
+        """Runs a function, which may use collectives over `axis`, on each device's part of the operands. `axes`: for
+        each operand the axis along which it is spread; None: every device has all of it. `returned`: the axis of each
+        result, as a tuple; a single result's axis as it is."""
         return self.mapped(fun, axes, returned)(*operands)
 
     def mapped(

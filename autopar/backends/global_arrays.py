@@ -91,14 +91,8 @@ def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
 
 
 def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the devices", **options: Any) -> Any:
-    """Returns `jax.jit(run, **options)`, a function with `lower`, for the devices of a mesh.
-
-    Args:
-      mesh: Its devices may be of several processes, which then call the function together.
-      run: A function of arrays.
-      what: The name of a wait in it, for messages.
-      options: As for `jax.jit`.
-    """
+    """Returns `jax.jit(run, **options)`, a function with `lower`, for the devices of a mesh. These may be of several
+    processes, which then call it together. `what`: the name of a wait in it, for messages."""
     members = {device.process_index for device in mesh.devices.flat}
     return jax.jit(run, **options) if len(members) == 1 else Watched(run, members, what, options)
 

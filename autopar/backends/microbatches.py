@@ -47,12 +47,9 @@ def run_microbatches(
 ) -> list[Array]:
     """Returns the joined results of all microbatches.
 
-    Args:
-      params: Of an `ap.microbatches` equation. `count`: M. `axes`: for each operand the axis of its examples, None for
-        values that all microbatches share. `joins`: for each result a reduction's name, or the axis of its examples.
-      gradient: The program of one microbatch.
-      operands: Whole arrays.
-      unrolled: The loop is unrolled; all activations may then live at a time.
+    `params`: of an `ap.microbatches` equation. `count`: M. `axes`: for each operand the axis of its examples, None for
+    values that all microbatches share. `joins`: for each result a reduction's name, or the axis of its examples.
+    `unrolled`: the loop is unrolled; all activations may then live at a time.
     """
     count, joins = params["count"], params["joins"]
     shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count)), jnp.int32(0))

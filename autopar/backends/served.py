@@ -30,13 +30,9 @@ Keep = Callable[[int, Array, Any, Callable[[Array], Array]], Array]
 
 
 class ServedPrograms:
-    """The programs of workers and servers.
-
-    Args:
-      program: A program that `split_servers` has cut. analysed: The analysed one, which knows the types of results.
-        devices: Those of a worker, over which its minibatch is divided; None: one. keep: Places inputs that are no
-        state, unless an earlier step has; None: they are placed each time.
-    """
+    """Runs the programs of workers and servers. `analysed`: the program before `split_servers` cut it, which knows the
+    types of results. `devices`: those over which a worker divides its minibatch. `keep`: places inputs that are no
+    state, unless an earlier step has; None: they are placed each time."""
 
     def __init__(
         self, program: Program, analysed: Program, devices: Devices | None = None, keep: Keep | None = None

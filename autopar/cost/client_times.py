@@ -203,11 +203,8 @@ class Wires:
 
 
 class Training(abc.ABC):
-    """Simulates clients until they have trained enough.
-
-    Args:
-      period: Steps from an exchange of a client to its next one of the same kind.
-    """
+    """Simulates clients until they have trained enough. `period`: steps from an exchange of a client to its next one of
+    the same kind."""
 
     def __init__(self, load: ClientLoad, cluster: ClusterSpec, period: int) -> None:
         self.clients = [ClientTime() for _ in range(load.count)]

@@ -63,12 +63,8 @@ def log_steps(extent: int) -> int:
 def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = False, steps: int = 1) -> bool:
     """Returns whether a step on the touched rows is expected to be faster than the dense one.
 
-    Args:
-      extent: V, rows of the table.
-      ids: Ids looked up in a call, duplicates included.
-      row_bytes: Bytes of one row, the slots' rows included.
-      deferred: Rows have to be brought up to date before they are read.
-      steps: Train steps in a call, of which each dense one walks every row.
+    `ids`: looked up in a call, duplicates included. `row_bytes`: of the slots' rows, too. `deferred`: rows have to be
+    brought up to date before they are read. `steps`: train steps in a call, of which each dense one walks every row.
     """
     small, rows_per_id = SMALL_FAMILY_BYTES, ROWS_PER_ID / math.sqrt(row_bytes)
     if deferred:

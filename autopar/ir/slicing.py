@@ -213,13 +213,9 @@ def nearest_line(block: Block, atom: Atom) -> Equation | None:
 def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, tuple[bool, ...]]:
     """Computes a value of a loop's or remat's body outside of it, without the rest of the body.
 
-    Args:
-      path: The equations around the value, outermost first: scans, remats and conds.
-      atom: A value of the innermost body.
-
-    Returns:
-      New equations to append to the block that holds `path[0]`; the value there, with a leading axis for each scan that
-        it varies in; and for each equation of the path whether it varies in it.
+    `path`: the equations around the value, outermost first (scans, remats and conds), of which the innermost's body has
+    it. Returns new equations to append to the block that holds `path[0]`; the value there, with a leading axis for each
+    scan that it varies in; and for each equation of the path whether it varies in it.
     """
     if not path or isinstance(atom, Literal):
         return [], atom, (False,) * len(path)

@@ -244,13 +244,9 @@ class Minibatch:
 
 
 class MinibatchLister:
-    """Lists the actions of a pipeline's devices for each minibatch.
-
-    Args:
-      step: A step without a flush.
-      everywhere: Devices that get a minibatch's results; none: they stay where they are made.
-      again: Names of past minibatches and versions are reused, and so whole lists.
-    """
+    """Lists the actions of a pipeline's devices for each minibatch, without a flush. `everywhere`: devices that get a
+    minibatch's results; none: they stay where they are made. `again`: names of past minibatches and versions are
+    reused, and so whole lists."""
 
     def __init__(self, step: StagedStep, everywhere: Iterable[int] = (), *, again: bool = False) -> None:
         assert step.asynchronous is not None, "minibatches aren't flushed"

@@ -355,16 +355,11 @@ def run_job(
     ending_s: float = ENDING_S,
     killing_s: float = KILLING_S,
 ) -> int:
-    """Runs mpirun until it ends well, is interrupted, or has failed once more often than `restarts`.
+    """Runs mpirun until it ends well, is interrupted, or has failed once more often than `restarts`; returns the exit
+    code of the last run, or 128 + the signal's number if mpirun was killed.
 
-    Args:
-      command: The line of the first run.
-      restarts: Number of restarts.
-      plan_again: Returns the line of another run, for the hosts that are there by then.
-      ending_s, killing_s: Seconds that ranks may take to end after a second signal, and mpirun after that.
-
-    Returns:
-      The exit code of the last run; 128 + the signal's number if mpirun was killed.
+    `command`, `plan_again`: the line of the first run, and of another one, for the hosts that are there by then.
+    `ending_s`, `killing_s`: seconds that ranks may take to end after a second signal, and mpirun after that.
     """
     with _Runner(ending_s, killing_s) as runner:
         code = runner.run(command)

@@ -67,13 +67,8 @@ _open: list[Notice] = []
 
 
 class Notice:
-    """The line on a block of work (`noticing`).
-
-    Args:
-      what: Whose work it is: the step's name.
-      parts: Number of parts; 0: unknown.
-      logs: Whether phases are lines of a log if there is no terminal.
-    """
+    """Shows the line on a block of work (`noticing`). `logs`: whether phases are lines of a log if there is no
+    terminal."""
 
     def __init__(self, what: str, parts: int, *, logs: bool) -> None:
         self._what, self._parts, self._done, self.logs = what, parts, 0, logs
@@ -140,13 +135,9 @@ def noticing(
 ) -> Iterator[Notice]:
     """Shows a line on stderr about a block of work that takes longer than a second.
 
-    Args:
-      what: Whose work it is.
-      phase: The first phase.
-      parts: Number of parts; 0: unknown.
-      at_once: A line to write before work that is known to take its time. A log has this line only, also for what that
-        work consists of.
-      shown: Whether this process says it; None: the first one of the job does.
+    `what`: whose work it is, the step's name. `parts`: their number; 0: unknown. `at_once`: a line to write before work
+    that is known to take its time; a log has this line only, also for what that work consists of. `shown`: whether this
+    process says it; None: the first one of the job does.
     """
     notice = Notice(what, parts, logs=not at_once and all(outer.logs for outer in _open))
     notice.tell(phase)

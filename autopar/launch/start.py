@@ -415,12 +415,8 @@ HEADER = struct.Struct("32sq")
 
 
 class Compilations:
-    """Compiled programs by key.
-
-    Args:
-      file: The descriptor of a file, empty at first, that all processes have opened.
-      wait_s: As `WAIT_S`.
-    """
+    """Keeps compiled programs by key. `file`: the descriptor of a file, empty at first, that all processes have
+    opened."""
 
     def __init__(self, file: int, wait_s: float = WAIT_S) -> None:
         self._file, self._wait_s = file, wait_s

@@ -222,12 +222,8 @@ _EXAMPLES, _IN, _HIDDEN = (32, 512), 64, 512
 
 
 class WholeSteps:
-    """Times steps, compiled at first use, in turns with the base, the plain step by AllReduce.
-
-    Args:
-      plan: Returns the planned form of a step by a method.
-      devices: The devices that run them.
-    """
+    """Times steps, compiled at first use, in turns with the base, the plain step by AllReduce. `plan`: returns the
+    planned form of a step by a method."""
 
     def __init__(self, plan: StepPlanner, devices: Devices) -> None:
         self._plan, self._devices = plan, devices

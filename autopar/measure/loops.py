@@ -32,13 +32,11 @@ def collective_points(
     *,
     in_steps: bool = False,
 ) -> list[tuple[float, float]]:
-    """Measures (bytes of the result on one device, seconds) of a collective over the axis of 2 devices or more.
+    """Measures (bytes of the result on one device, seconds) of a collective ("all_reduce", "all_gather" or
+    "all_to_all") over the axis of 2 devices or more.
 
-    Args:
-      collective: "all_reduce", "all_gather" or "all_to_all".
-      sizes: Approximate bytes of the result.
-      timed: Times a step on its start, as `loop_seconds` does.
-      in_steps: Small ones go as in planned steps, by messages to all devices where XLA's would be rings.
+    `sizes`: approximate bytes of the result. `timed`: times a step on its start, as `loop_seconds` does. `in_steps`:
+    small ones go as in planned steps, by messages to all devices where XLA's would be rings.
     """
     count, axis = devices.count, devices.axis
     direct = in_steps and uses_gloo(devices.mesh) and max(sizes) <= SHARED_BYTES
@@ -141,14 +139,10 @@ AT_FIRST_S = 5.0
 
 
 class Budget:
-    """Time for measurements.
+    """Limits the time for measurements, to some seconds from now on, by the first process's clock.
 
     Most of a measurement is a compilation, which can't be interrupted. So one begins only if it should end in time, by
     its weight and the time that earlier ones took on this machine, as busy as it is.
-
-    Args:
-      seconds: From now on.
-      processes: Those that measure together, by the first one's clock.
     """
 
     def __init__(self, seconds: float, processes: Group, clock: Callable[[], float] = time.perf_counter) -> None:

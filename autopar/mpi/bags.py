@@ -135,12 +135,8 @@ def add_up(exchange: Exchange, bags: RequestedBags, rows: np.ndarray) -> np.ndar
 
 
 def spread(exchange: Exchange, bags: RequestedBags, cotangents: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
-    """Returns the gradients of this owner's rows, `[u, ...]`. Collective.
-
-    Args:
-      cotangents: `[count, ...]`, of this rank's bags.
-      kept: bool[n]: which of its ids get a gradient; None: all of them do, on all ranks.
-    """
+    """Returns the gradients of this owner's rows, `[u, ...]`. Collective. `cotangents`: `[count, ...]`, of this rank's
+    bags. `kept`: bool[n]: which of its ids get a gradient; None: all of them do, on all ranks."""
     lines = np.ascontiguousarray(cotangents).reshape(bags.count, -1)
     width, extra = lines.shape[1] * lines.itemsize, int(kept is not None)
     masks = [] if kept is None else [kept[bags.order[a:b]] for a, b in pairwise(bags.ends)]

@@ -145,12 +145,8 @@ class Exchange:
             self._tag, self.near._tag = mine
 
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
-        """Tells owners which rows this rank wants, and learns which of its own are wanted.
-
-        Args:
-          indices: Storage indices, `[n]`, int32 or int64, sorted, unique, from 0 to below `size * shard_rows`.
-          shard_rows: Rows that each rank owns; the same on all ranks.
-        """
+        """Tells owners which rows this rank wants, and learns which of its own are wanted. `indices`: storage indices,
+        `[n]`, int32 or int64, sorted, unique, below `size * shard_rows`. `shard_rows`: rows of each rank."""
         dtype = number_dtype(shard_rows)
         if self.size == 1:
             return Requested(indices.astype(dtype, copy=False), (0, indices.size), (np.arange(indices.size),))
@@ -745,11 +741,8 @@ class RequestedPart:
 
 def divide(exchange: Exchange, requested: Requested, written: np.ndarray) -> tuple[RequestedPart, RequestedPart]:
     """Divides a request into rows that stay as they are, and rows that are written before they are needed. Collective.
-
-    Args:
-      requested: Of ranks that ask owners themselves (`Exchange.knows_lists`).
-      written: Rows of this rank that are written, distinct.
-    """
+    `requested`: of ranks that ask owners themselves (`Exchange.knows_lists`). `written`: rows of this rank that are
+    written, distinct."""
     is_written = np.isin(requested.rows, written, assume_unique=True)
     theirs = [is_written[back] for back in requested.sources]
     counts = requested.counts.tolist()

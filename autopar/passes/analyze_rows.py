@@ -21,13 +21,11 @@ from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
 def analyze_rows(
     program: Program, *, lazy: bool = False, defer: bool = False, undeferred: Mapping[int, Refusal] = {}
 ) -> tuple[Program, str]:
-    """Fills `program.rows`.
+    """Fills the `rows` of a classified program.
 
-    Args:
-      program: A classified program.
-      lazy: Accepts leaves that change on untouched rows (they will not), as `sparse="lazy"` does.
-      defer: Accepts them if the moves of untouched rows can be replayed later.
-      undeferred: Leaves of families for which that failed, and why.
+    `lazy`: accepts leaves that change on untouched rows (they will not), as `sparse="lazy"` does. `defer`: accepts them
+    if the moves of untouched rows can be replayed later. `undeferred`: leaves of families for which that failed, and
+    why.
     """
     search = _Search(program, lazy, defer, undeferred)
     families, spaces = search.run()

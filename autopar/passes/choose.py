@@ -639,13 +639,8 @@ def move_tables(
 ) -> Move | None:
     """Returns a move of tables that can't stay as planned; None if all can.
 
-    Args:
-      program: An analysed program.
-      bound: A plan of it.
-      options: Those that it was made by.
-      memory: Bytes of each device, None if unknown.
-      devices: Number of devices that run the step without hosts.
-      ranks: Number of ranks that run it with tables on hosts.
+    `bound`: a plan of an analysed program. `options`: those that it was made by. `memory`: bytes of each device, None
+    if unknown. `devices`, `ranks`: numbers of those that run the step without hosts, and with tables on hosts.
     """
     if options.hosts and not bound.on_hosts:  # nothing can be there
         strategy = without_hosts(options.strategy)

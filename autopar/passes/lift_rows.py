@@ -423,11 +423,10 @@ def changes(
     """Returns whether untouched rows differ from the values that analysis has found.
 
     Args:
-      scope: The outermost block.
       form: Their untouched form.
       kept: (old, new, axis) of values that stay, at the routed rows.
       constant: (new, constant, axis) of values that are constant on untouched rows.
-      exceeded: A flag that the step changes nothing.
+      exceeded: A flag that the step changes nothing, because a capacity is exceeded.
       first: Values to compute before a leaf changes.
     """
     kept, constant = list(kept), list(constant)
@@ -453,14 +452,8 @@ def sweep(
     exceeded: Atom | None,
     first: Sequence[Atom],
 ) -> dict[int, Atom]:
-    """Returns a family's leaves with all untouched rows updated.
-
-    Args:
-      scope: The outermost block.
-      updates: Leaf -> its new value, and its untouched value.
-      exceeded: A flag that the step changes nothing, because a capacity is exceeded.
-      first: Values to compute before a leaf changes.
-    """
+    """Returns a family's leaves with all untouched rows updated. `updates`: leaf -> its new value, and its untouched
+    value. `exceeded`, `first`: as for `changes`."""
     space, inputs = scope.lifting.spaces[family], scope.lifting.inputs
     axes = space.row_axes
     form = UntouchedForm.of(scope, family, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))

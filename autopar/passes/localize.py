@@ -32,16 +32,11 @@ from autopar.passes.local_forms import LOCAL_ROW_OPS, Forms, Localization, commo
 def localize(
     program: Program, bound: ProgramPlan, *, examples: bool = True, reduces_by_mpi: bool = False
 ) -> tuple[Program, str]:
-    """Returns the program of each device, with `local` facts.
+    """Returns a lifted program as that of each device, with `local` facts.
 
-    Args:
-      program: A lifted program.
-      bound: Says how values are placed.
-      examples: The batch is a device's part. Otherwise only rows are an owner's part, and the rest stays global.
-      reduces_by_mpi: Sums over the ranks' examples are reduced between programs, by MPI.
-
-    Raises:
-      NotLocal: an equation can't run on a part of its operands.
+    `examples`: the batch is a device's part; otherwise only rows are an owner's part, and the rest stays global.
+    `reduces_by_mpi`: sums over the ranks' examples are reduced between programs, by MPI. Raises NotLocal if an equation
+    can't run on a part of its operands.
     """
     walk = Localizer(Localization(bound, examples, reduces_by_mpi=reduces_by_mpi))
     inputs = []
@@ -432,16 +427,8 @@ class Localizer(Forms):
             carries = wanted
 
     def _hoisted(self, equation: Equation, inner: Localizer, constants: Mapping[Var, Atom]) -> dict[Var, Atom]:
-        """Moves exchanges of a loop's constants from its body to before the loop.
-
-        Args:
-          equation: The loop.
-          inner: Its body.
-          constants: Name in the body -> constant.
-
-        Returns:
-          Name in the body -> whole value.
-        """
+        """Moves exchanges of a loop's constants from its body (`inner`) to before the loop; returns name in the body ->
+        whole value. `constants`: name in the body -> constant."""
         whole, kept, shared = dict[Var, Atom](), [], self.shared
         reduce, replicate = shared.op("reduce"), shared.op("replicate")
         for each in inner.equations:

@@ -77,15 +77,9 @@ class Kept:
 def place_border(
     program: Program, bound: ProgramPlan, analyze: Callable[[Program], Program], *, on_cpus: bool
 ) -> tuple[Program, Sequence[Moved | Kept]]:
-    """Returns the program with operations moved to the owners of rows, analysed, and what moved; itself if nothing
-    does.
-
-    Args:
-      program: An analysed program.
-      bound: Its plan; families whose rows or gradients travel by it.
-      analyze: Analyses a program without facts.
-      on_cpus: As of `row_bytes`.
-    """
+    """Returns an analysed program with operations moved to the owners of rows, analysed by `analyze`, and what moved;
+    itself if nothing does. `bound`: its plan; families whose rows or gradients travel by it. `on_cpus`: as of
+    `row_bytes`."""
     own = [f for f in bound.families if bound.devices > 1 and not f.table.pulled and not f.table.pooled]
     travels = {f.family: f.method for f in own}
     found = list[Moved | Kept]()
@@ -593,16 +587,12 @@ def _on_columns(columns: np.ndarray, step: Step) -> np.ndarray:
 def cheapest_cut(
     costs: Sequence[int], reads: Sequence[tuple[int, int]], given: Collection[int], needed: Collection[int]
 ) -> frozenset[int]:
-    """Returns the values that the first side computes, of the cheapest cuts that with the fewest.
+    """Returns the values that the first side computes, of the cheapest cuts that with the fewest. `costs`: of sending
+    each value. `reads`: pairs of values, the second computed from the first. `given`, `needed`: values that the first
+    side has, and that the second side needs.
 
     A value is computed where all that it reads is: the second side computes from what it is sent, and sends nothing
     back.
-
-    Args:
-      costs: For each value the cost of sending it.
-      reads: Pairs of values: the second is computed from the first.
-      given: Values that the first side has.
-      needed: Values that the second side needs.
     """
     from scipy.sparse import csr_array  # which takes a tenth of a second to import, and JAX needs it, too
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow

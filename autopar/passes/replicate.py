@@ -30,21 +30,11 @@ def replicate(
     servers: int = 1,
     server_ranks: Sequence[int] = (),
 ) -> tuple[ProgramPlan, str]:
-    """Puts a `SyncPlan` into the plan.
+    """Puts a `SyncPlan` into the plan `bound` of one client's analysed program.
 
-    Args:
-      program: The analysed program of one client.
-      bound: Its plan.
-      sync: The user's strategy.
-      clients: C.
-      batch_axis: The axis of the batch's leaves that runs over its examples.
-      earlier: A plan by which the step is to be run.
-      servers: Most servers that may keep a centre.
-      server_ranks: Ranks of servers that are processes of their own.
-
-    Raises:
-      PlanError: the earlier plan has other replicas.
-      StrategyError: the step has no weights that examples meet, or fewer than fragments.
+    `earlier`: a plan by which the step is to be run. `servers`: most servers that may keep a centre. `server_ranks`:
+    ranks of servers that are processes of their own. Raises PlanError if the earlier plan has other replicas. Raises
+    StrategyError if the step has no weights that examples meet, or fewer than fragments.
     """
     examples = analyze_batch(program, devices=1, batch_axis=batch_axis, always=True)[0].batch
     found = weights(program, examples)

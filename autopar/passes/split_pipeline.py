@@ -45,17 +45,11 @@ from autopar.passes.staging.stages import choose_stages
 def split_pipeline(
     program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
 ) -> tuple[StagedStep, PipelinePlan]:
-    """Returns the programs of each stage, and the plan of the stages.
+    """Returns the programs of each stage, and the plan of the stages, of a program that `split_update` has cut.
 
-    Args:
-      program: A program that `split_update` has cut.
-      pipeline: Stages, schedule and microbatches.
-      measured: Rates and memory of the stages' devices.
-      divided: Leaves that are divided over the devices of a stage.
-
-    Raises:
-      StrategyError: more stages than there are weights to cut at, patterns that don't cover the weights, effects, or a
-        stage that exceeds its device's memory.
+    `measured`: rates and memory of the stages' devices. `divided`: leaves that are divided over the devices of a stage.
+    Raises StrategyError for more stages than there are weights to cut at, patterns that don't cover the weights,
+    effects, or a stage that exceeds its device's memory.
     """
     effect = next((e for e in program.block.walk() if e.effects), None)
     if effect is not None:

@@ -54,17 +54,12 @@ _LEAST_SHARE = 1 / 32
 
 
 def split_segments(program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None) -> Segments:
-    """Returns the segments of a localized program.
+    """Returns the segments of one rank's localized program.
 
-    Args:
-      program: The program of one rank.
-      hosted: Families on hosts; the rows of others are the programs' own.
-      owners: Owners have programs of their own: there are several ranks, or dense leaves, whose slots must not be on
-        devices.
-      bucket_bytes: Least bytes of a gradient bucket; None: all are reduced at once.
-
-    Raises:
-      NotLocal: an exchange is within a loop or branch, which can't be left for it.
+    `hosted`: families on hosts; the rows of others are the programs' own. `owners`: owners have programs of their own:
+    there are several ranks, or dense leaves, whose slots must not be on devices. `bucket_bytes`: least bytes of a
+    gradient bucket; None: all are reduced at once. Raises NotLocal if an exchange is within a loop or branch, which
+    can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
     if not owners:

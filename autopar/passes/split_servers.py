@@ -520,13 +520,7 @@ def _cut(
 
 
 class _PieceWriter:
-    """Writes the equations of one piece.
-
-    Args:
-      placing: The values in pieces.
-      number: The piece's number.
-      like: An equation whose line slices have.
-    """
+    """Writes the equations of one piece. `like`: an equation whose line slices have."""
 
     def __init__(self, placing: Placing, number: int, like: Equation) -> None:
         self._placing, self._number, self._like = placing, number, like

@@ -41,17 +41,11 @@ _OF_IDS = ("ap.row_ids", "ap.route")
 
 
 def split_update(program: Program, bound: ProgramPlan, *, own_statistics: bool, option: str) -> tuple[Program, str]:
-    """Returns the program with an `ap.microbatches` equation in place of the equations on examples.
+    """Returns a lifted program with an `ap.microbatches` equation in place of the equations on examples.
 
-    Args:
-      program: A lifted program.
-      bound: Its plan, whose placements divide the batch by devices and microbatches.
-      own_statistics: A sum over the batch that examples read is replaced by each microbatch's sum, times M, which
-        changes the function (batch norm in GPipe, section 2.2).
-      option: The option of `parallelize` that cuts the step if there is one microbatch.
-
-    Raises:
-      StrategyError: a microbatch depends on the examples of the others.
+    `own_statistics`: a sum over the batch that examples read is replaced by each microbatch's sum, times M, which
+    changes the function (batch norm in GPipe, section 2.2). `option`: the option of `parallelize` that cuts the step if
+    there is one microbatch. Raises StrategyError if a microbatch depends on the examples of the others.
     """
     count = bound.plan.microbatches
     try:

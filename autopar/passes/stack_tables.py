@@ -132,15 +132,9 @@ def plan_stacked(
     program: Program,
     inputs: Sequence[int | StackedTable],
 ) -> ProgramPlan | None:
-    """Returns the plan for a stacked program; None if a stack can't be what its tables were.
-
-    Args:
-      before: Facts of the program before.
-      plan: Its plan.
-      together: The families of each stack.
-      program: The stacked program, analysed.
-      inputs: Its inputs, as those of the program before.
-    """
+    """Returns the plan for a stacked, analysed program; None if a stack can't be what its tables were. `before`,
+    `plan`: facts and plan of the program before. `together`: the families of each stack. `inputs`: as those of the
+    program before."""
     plan = _noting_stacks(plan, together)
     numbers = {n: k for k, was in enumerate(inputs) for n in ((was,) if isinstance(was, int) else was.inputs)}
     kept = {space.family: space for space in before.spaces}

@@ -312,12 +312,8 @@ def _run_timeline(
 
 
 class _ReplayedClient:
-    """A client of a replay.
-
-    Attributes:
-      leaves: Its state after its steps so far, by index of the step's input.
-      results: The flat results of each of its calls.
-    """
+    """Replays a client: `leaves` is its state after its steps so far, by index of the step's input, `results` the flat
+    results of each of its calls."""
 
     def __init__(
         self,
@@ -503,14 +499,8 @@ def run_clients(clients: Sequence[Messages], servers: Sequence[Answering], choos
 
 
 class LocalJob:
-    """Workers and servers of a step, all in this process.
-
-    Args:
-      programs: Theirs.
-      leaves: The step's flat arguments, with the state that they begin with.
-      workers: Number of workers.
-      staleness: The bound; None: there is none.
-    """
+    """Runs workers and servers of a step, all in this process. `leaves`: the step's flat arguments, with the state that
+    they begin with. `staleness`: the bound; None: there is none."""
 
     def __init__(self, programs: ServedPrograms, leaves: Sequence[Array], workers: int, staleness: int | None) -> None:
         self._programs = programs

@@ -152,11 +152,9 @@ def compare_runs(
 ) -> Verification:
     """Compares plain step, planned step and oracle over several steps.
 
-    Args:
-      planned: The planned step.
-      batches: Flat arguments of each step. States are taken from the first one.
-      lazy: Compare with the lazy oracle: rows that a step doesn't look up stay as they are.
-      run: The compiled planned step on flat arrays; by default its own.
+    `batches`: flat arguments of each step; states are taken from the first one. `lazy`: compares with the lazy oracle,
+    in which rows that a step doesn't look up stay as they are. `run`: the compiled planned step on flat arrays; by
+    default its own.
     """
     program = planned.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}

@@ -43,14 +43,9 @@ from autopar.tables.staged import StageArray
 class AsynchronousRunner(Runner):
     """Calls a planned step on flat arrays, a minibatch a call.
 
-    Args:
-      step: The stages' programs.
-      new_states: Number of a state input -> number of the output with its new value.
-      echoes: Number of an output that returns an input unchanged (no state) -> number of that input.
-      devices: All devices by number; this process runs programs on its own.
-      out_tree: The structure of the results.
-      donate: Whether a state without minibatches under way is updated in place. One with some always is.
-      kept: Brings arguments that are no state to the stages.
+    `new_states`: number of a state input -> number of the output with its new value. `echoes`: number of an output that
+    returns an input unchanged (no state) -> number of that input. `devices`: all by number; this process runs programs
+    on its own. `donate`: whether a state without minibatches under way is updated in place; one with some always is.
     """
 
     several_programs = "in stages"

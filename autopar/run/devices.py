@@ -58,14 +58,9 @@ _BLOCKS = 8
 class DevicesRunner(Runner):
     """Calls a planned step on several devices: places its arguments, and wraps results that are tables.
 
-    Args:
-      run: The planned step on flat arrays as they are stored.
-      compiled: The plan and its programs.
-      devices: The mesh.
-      out_tree: The structure of the step's results.
-      donate: Whether states are updated in place.
-      first: The planned step without its fallback, to be called until `run` is compiled; None: it has no fallback.
-      are_results_whole: Whether every process gets all of per-example results.
+    `run`: the planned step on flat arrays as they are stored. `first`: the same without its fallback, to be called
+    until `run` is compiled; None: it has no fallback. `are_results_whole`: whether every process gets all of
+    per-example results.
     """
 
     def __init__(

@@ -27,15 +27,8 @@ from autopar.tables.staged import StageArray, StagePart
 
 
 class PipelineRunner(Runner):
-    """Calls a planned step on flat arrays, its stages on devices of their own.
-
-    Args:
-      step, timeline: The stages' programs, and the actions of all devices.
-      devices: All devices by number; this process runs programs on its own.
-      out_tree: The structure of the results.
-      donate: Whether states are updated in place.
-      kept: Brings arguments that are no state to the stages.
-    """
+    """Calls a planned step on flat arrays, its stages on devices of their own: all devices by number, of which this
+    process runs programs on its own. `donate`: whether states are updated in place."""
 
     several_programs = "in stages"
 
@@ -148,14 +141,8 @@ class StageLeaves:
     def results(
         self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Leaf]
     ) -> list[Leaf]:
-        """Returns the results of a call, each in buffers of its own.
-
-        Args:
-          outputs: The outputs; a tuple is a leaf in parts on several stages.
-          values: The values of this process's devices.
-          found: Values that stages have made, and their devices.
-          given: Returns arguments of the call.
-        """
+        """Returns the results of a call, each in buffers of its own. `outputs`: a tuple is a leaf in parts on several
+        stages. `found`: values that stages have made, and their devices. `given`: returns arguments of the call."""
         made = {value.var: (value, devices) for value, devices in found.items()}
         seen = set[int]()
         return [self._result(out, values, made, given, seen) for out in outputs]

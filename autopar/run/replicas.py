@@ -33,16 +33,8 @@ def fragments_of(plan: SyncPlan, program: Program) -> list[list[int]]:
 
 
 class ReplicaRunner(Runner):
-    """Runs a client's own step.
-
-    Args:
-      inner: The runner of that step.
-      sync, plan: The user's choice, and the plan made of it.
-      touched: Finds the rows of tables that steps touch.
-      clients: All clients.
-      program, plain: The analysed step, and the traced one on flat arrays.
-      out_tree: The structure of its results.
-    """
+    """Runs a client's own step by `inner`, and exchanges weights. `touched`: finds the rows of tables that steps touch.
+    `program`, `plain`: the analysed step, and the traced one on flat arrays."""
 
     several_programs = "with sync="
 
@@ -256,16 +248,12 @@ _PRODUCTS, _TOLERANCE = 64, 1e-3
 
 
 def slope_of(step: Callable[..., Sequence[Array]], leaves: Sequence[Array], weights: Mapping[int, int]) -> float:
-    """Returns the largest eigenvalue of I - dx'/dx, where the step maps weights x to x'.
+    """Returns the largest eigenvalue of I - dx'/dx, where the plain step, on flat arrays, maps weights x to x'.
+    `weights`: floating-point arguments -> the results that are their new values.
 
     With SGD x' = x - eta g(x), so it is eta h with h the largest eigenvalue of the loss's Hessian on this batch; with
     momentum, too. With other optimizers it is the rate at which a step shrinks a distance from a minimum. It takes at
     most 64 Jacobian-vector products, or 128 if the eigenvalue of largest magnitude is negative.
-
-    Args:
-      step: The plain step, on flat arrays.
-      leaves: Its arguments.
-      weights: Floating-point arguments -> the results that are their new values.
     """
     numbers = list(weights)
 

@@ -27,13 +27,8 @@ _CALLS = 3
 
 
 class StackedLeaves:
-    """Joins tables into stacks, and splits stacks into leaves for tables.
-
-    Args:
-      stack: The stacked program.
-      devices: The mesh.
-      donate: Whether states are updated in place; autopar's own tables are then deleted when they are joined.
-    """
+    """Joins tables into stacks, and splits stacks into leaves for tables. `donate`: states are updated in place;
+    autopar's own tables are then deleted when they are joined."""
 
     def __init__(self, stack: StackedProgram, devices: Devices, *, donate: bool) -> None:
         self._stack, self._devices, self._moves = stack, devices, Moves(stack.program.name)

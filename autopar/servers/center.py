@@ -17,13 +17,8 @@ from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Spec, 
 
 class Center:
     """Takes one message after the other. An exchange moves one pair of weights and centre, so that the centre gains
-    what a worker loses (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
-
-    Args:
-      leaves: This server's part of the centre, by any number; copied.
-      alpha: The strength of an exchange's pull.
-      workers: N.
-    """
+    what a worker loses (Zhang et al., "Deep learning with elastic averaging SGD", 2015). `leaves`: this server's part
+    of the centre, by any number; copied. `alpha`: the strength of an exchange's pull."""
 
     def __init__(self, leaves: Mapping[int, Array], alpha: float, workers: int) -> None:
         self._indices, self._leaves = tuple(leaves), [jnp.copy(x) for x in leaves.values()]
@@ -161,16 +156,11 @@ class SharedRows:
 
 
 class Neighbor(Center):
-    """Keeps a passive client's weights, so that an active one can average with them at any time: both become the mean
-    of one pair. Changes by the client's own steps are added in one transaction.
+    """Keeps a passive client's weights, by any number, so that an active one can average with them at any time: both
+    become the mean of one pair. Changes by the client's own steps are added in one transaction.
 
-    Messages have the values of all other leaves first, and then the rows' numbers and the rows of each table.
-
-    Args:
-      leaves: Its weights, by any number; copied.
-      workers: C.
-      tables: Leaves that are exchanged by rows -> row axis.
-      neighbors: The active clients that exchange.
+    Messages have the values of all other leaves first, and then the rows' numbers and the rows of each table. `tables`:
+    leaves that are exchanged by rows -> row axis. `neighbors`: the active clients that exchange.
     """
 
     def __init__(

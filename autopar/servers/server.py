@@ -19,12 +19,8 @@ from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Repl
 class Server:
     """Takes one message after the other. It has no thread and waits for nobody: a pull that comes too early is kept.
 
-    Args:
-      leaves: Its leaves by number of the step's input, updated in place.
-      clocks: Leaves that it counts by itself.
-      pull, update: Its programs.
-      workers: N.
-      staleness: s: a worker begins its step c once all pushes of steps up to c-1-s are applied; None: at any time.
+    `leaves`: by number of the step's input, updated in place. `clocks`: leaves that it counts by itself. `staleness`:
+    s: a worker begins its step c once all pushes of steps up to c-1-s are applied; None: at any time.
     """
 
     def __init__(

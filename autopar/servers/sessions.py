@@ -59,12 +59,8 @@ def message(client: int, want: Send, values: Sequence[Array]) -> Exchange | Step
 
 
 class ExchangeSession:
-    """Runs a client's exchanges, of which this process does its part. Collective to make.
-
-    Args:
-      end: The client's part of them.
-      servers, clients, processes: As for `Link`.
-    """
+    """Runs a client's exchanges, of which this process does its part. Collective to make. `servers`, `clients`,
+    `processes`: as for `Link`."""
 
     is_ring: ClassVar[bool] = False
 
@@ -192,14 +188,9 @@ class CenterSession(ExchangeSession):
 
 
 class RingSession(ExchangeSession):
-    """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`); passive clients answer active ones.
-
-    Args:
-      end: The client's end.
-      weights: Numbers of the step's inputs that are averaged.
-      neighbors: Each passive client -> the server that answers for it.
-      clients: All clients.
-    """
+    """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`); passive clients answer active ones. `weights`:
+    numbers of the step's inputs that are averaged. `neighbors`: each passive client -> the server that answers for
+    it."""
 
     is_ring = True
 
@@ -240,11 +231,9 @@ class Session:
     """Trains a state that servers keep: this process is a worker, and perhaps a server. Collective to make.
 
     Args:
-      programs: The workers' and servers' programs.
       leaves: The step's flat arguments, with the state, the same on all processes; copied.
       staleness: The bound; None: there is none.
       mode: Identifies the steps that may continue with the state.
-      clients: The workers.
 
     Attributes:
       steps: Steps that this worker has done.

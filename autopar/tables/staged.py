@@ -33,14 +33,9 @@ class StagePart:
     def of_parts(
         stages: Sequence[Sequence[StageDevice]], ends: Sequence[int], axis: int | None, devices: Sequence[StageDevice]
     ) -> tuple[StagePart, ...]:
-        """Returns the parts of a leaf.
-
-        Args:
-          stages: For each part the devices of its stage.
-          ends: The layer at which each part ends.
-          axis: The axis along which each part is divided over the devices of a tensor axis; None: it isn't.
-          devices: The devices of all stages.
-        """
+        """Returns the parts of a leaf. `stages`: for each part the devices of its stage. `ends`: the layer at which
+        each part ends. `axis`: the axis along which each part is divided over the devices of a tensor axis; None: it
+        isn't. `devices`: those of all stages."""
         several = len({d.process_index for d in devices}) > 1
         parts = []
         for stage, start, stop in zip(stages, (0, *ends), ends, strict=False):

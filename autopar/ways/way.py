@@ -244,20 +244,11 @@ class Way:
     def followed(
         self, planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, clients: Clients | None
     ) -> Replayed:
-        """Replays a recorded timeline.
+        """Replays a recorded timeline; raises TimelineError if it can't be one of this step.
 
-        Args:
-          planned: The step.
-          start: Flat arguments of a call, with the initial state.
-          calls: For each client the flat arguments of its calls.
-          timeline: The recorded events.
-          clients: Clients of this process, whose devices may run the replay.
-
-        Returns:
-          The final flat arguments; and for each client the flat results of its calls, None where it has no such result.
-
-        Raises:
-          TimelineError: the timeline can't be one of this step.
+        `start`: flat arguments of a call, with the initial state. `calls`: for each client the flat arguments of its
+        calls. `clients`: those of this process, whose devices may run the replay. Returns the final flat arguments; and
+        for each client the flat results of its calls, None where it has no such result.
         """
         raise NotImplementedError
 

@@ -27,12 +27,8 @@ _LINE = 16
 
 
 class HostLogPrograms(LogPrograms):
-    """Brings a family's rows in host memory up to date.
-
-    Args:
-      flush: The equation of the planned step that flushes the family's update log.
-      device: A device of this process that shares the host's memory; None: the default one.
-    """
+    """Brings a family's rows in host memory up to date, as `flush` does in the planned step, on a device that shares
+    the host's memory (None: the default one)."""
 
     def __init__(self, flush: Equation, device: Device) -> None:
         deferred = deferred_of(flush)

@@ -56,14 +56,9 @@ def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
 def device_ids(
     flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int, *, distinct: bool = True
 ) -> list[np.ndarray]:
-    """Returns the distinct rows that each device asks for in an example batch, or all that it looks up.
-
-    Args:
-      flat: Flat ids, `extent` for no row.
-      batched: Which of them are spread over the devices; every device has the others.
-      devices: N.
-      extent: V.
-    """
+    """Returns the distinct rows that each of N devices asks for in an example batch, or all that it looks up. `flat`:
+    flat ids, V (`extent`) for no row. `batched`: which of them are spread over the devices; every device has the
+    others."""
     ids_of_devices = []
     for k in range(devices):
         parts = [np.split(ids, devices)[k] if b else ids for ids, b in zip(flat, batched, strict=True)]

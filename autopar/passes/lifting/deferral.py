@@ -104,17 +104,9 @@ def read_untouched_update(
     inner: Mapping[int, Var],
     new: Sequence[Atom],
 ) -> UntouchedUpdate:
-    """Cuts a family's untouched form, made for one row.
-
-    Args:
-      scope: The step being rewritten, which gets the equations of the values to write down.
-      untouched: The untouched form.
-      changed: Leaves whose new rows are `new`.
-      inner: Leaf -> its name in the untouched form.
-
-    Raises:
-      NotDeferrable: the untouched update needs more than a row and some values of the step.
-    """
+    """Cuts a family's untouched form, made for one row. `scope`, the step being rewritten, gets the equations of the
+    values to write down. `changed`: leaves whose new rows are `new`. `inner`: leaf -> its name in the untouched form.
+    Raises NotDeferrable if the update needs more than a row and some values of the step."""
     space = scope.lifting.spaces[family]
     axes = space.row_axes
     chunk = untouched.routes[family]

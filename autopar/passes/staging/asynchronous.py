@@ -29,15 +29,9 @@ def without_flush(
 ) -> StagedStep:
     """Returns the step with the additions of an asynchronous pipeline.
 
-    Args:
-      staged: The programs, of one microbatch, with the program's inputs and outputs.
-      program: The program that they were cut from.
-      stage_devices: The devices of each stage.
-      stashes: Backwards see the versions of their forwards.
-      slack: Extra minibatches for each border.
-
-    Raises:
-      StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
+    `staged`: the programs, of one microbatch, with the inputs and outputs of `program`, that they were cut from.
+    `stashes`: backwards see the versions of their forwards. `slack`: extra minibatches for each border. Raises
+    StrategyError if the update of a stage needs leaves of another, or of a version that is gone.
     """
     return _Cutter(staged, program, Calls.soonest(stage_devices, stashes=stashes, slack=slack)).run()
 

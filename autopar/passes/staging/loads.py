@@ -106,14 +106,9 @@ def stage_loads(
     stage_devices: StageDevices,
     division: Division,
 ) -> list[StageLoad]:
-    """Returns the load of each stage, for one of the devices that divide its products.
-
-    Args:
-      labels: Each equation's stage and direction (`label_parts`).
-      homes: The stage of each leaf of the state.
-      stage_devices: The devices of each stage; stages of one device send each other nothing.
-      division: How the values are divided (`DividedLeaves.follow`).
-    """
+    """Returns the load of each stage, for one of the devices that divide its products. `labels`: each equation's stage
+    and direction (`label_parts`). `homes`: the stage of each leaf of the state. `stage_devices`: those of each stage;
+    stages of one device send each other nothing. `division`: of `DividedLeaves.follow`."""
     loads = [StageLoad() for _ in stage_devices]
     made: dict[Var, Label] = {}
     for equation in parts.body.equations:

@@ -244,14 +244,8 @@ class Label:
 def label_equations(
     block: Block, weights: Mapping[Var, int], gradients: Mapping[Atom, int], stages: int
 ) -> dict[Equation, Label]:
-    """Returns the label of each equation of a gradient program.
-
-    Args:
-      block: The program of one microbatch.
-      weights: Input that depends on weights -> the deepest stage of these.
-      gradients: Output that is a gradient -> the stage of its weight.
-      stages: S.
-    """
+    """Returns the label of each equation of a gradient program, of one microbatch. `weights`: input that depends on
+    weights -> the deepest stage of these. `gradients`: output that is a gradient -> the stage of its weight."""
     last = stages - 1
     depends = _depends(block.equations, weights)
     feeds, measured = _feeds(block, gradients, last)

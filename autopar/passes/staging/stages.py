@@ -43,17 +43,9 @@ class Units:
 def choose_stages(
     program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
 ) -> StageAssignment:
-    """Chooses the stage of each weight, or of some layers of one.
-
-    Args:
-      program: The program to cut, with weights in the order of their first use.
-      pipeline: The user's options; none is left to "auto".
-      measured: Rates and memory of the devices.
-      divided: Leaves that are divided over several devices.
-
-    Raises:
-      StrategyError: more stages than weights, none that fit the memory, or patterns that don't cover the weights.
-    """
+    """Chooses the stage of each weight, or of some layers of one. `program` has weights in the order of their first
+    use; no option of `pipeline` is left to "auto". Raises StrategyError for more stages than weights, none that fit the
+    memory, or patterns that don't cover the weights."""
     if not isinstance(pipeline.stages, int):
         cut = cut_layers(program, dict(_asked_ends(program, find_stacks(program), pipeline.stages)))
         return StageAssignment(cut, _by_patterns(cut, program, pipeline.stages))
@@ -225,15 +217,9 @@ def search_pipeline(
 ) -> list[Candidate]:
     """Finds the best pipeline of each number of stages, the best of all first.
 
-    Args:
-      references: Number of microbatches -> the step. One, or two, the fewer first.
-      pipeline: The user's options.
-      memory: Bytes of each device; None: unknown.
-      devices: Their number.
-      counts: Numbers of microbatches.
-
-    Raises:
-      StrategyError: more stages than weights, or none fits the devices' memory.
+    `references`: number of microbatches -> the step; one, or two, the fewer first. `memory`: bytes of each device;
+    None: unknown. `counts`: numbers of microbatches. Raises StrategyError for more stages than weights, or if none fits
+    the devices' memory.
     """
     units = {count: find_units(each.program, each.divided) for count, each in references.items()}
     all_rates = {count: each.rates or NOMINAL for count, each in references.items()}
