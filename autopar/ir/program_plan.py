@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan, TablePlan
+from autopar.ir.program import Program
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,17 @@ class ProgramPlan:
     @property
     def on_hosts(self) -> bool:
         return any(f.on_hosts for f in self.families)
+
+    @property
+    def host_layouts(self) -> dict[int, RowLayout]:
+        """Family on hosts -> the layout of its rows over the ranks."""
+        return {f.family: f.layout for f in self.families if f.on_hosts and f.layout is not None}
+
+    def hosted(self, program: Program) -> dict[int, tuple[RowLayout, int]]:
+        """Returns the inputs that are tables on hosts -> (layout, row axis)."""
+        layouts = self.host_layouts
+        spaces = (space for space in program.facts.spaces if space.family in layouts)
+        return {k: (layouts[space.family], axis) for space in spaces for k, axis in space.row_axes.items()}
 
     def placement(self, k: int) -> tuple[int | None, int | None]:
         """Returns the axes of an input that are spread over the data axis and over the tensor axis."""

@@ -235,15 +235,11 @@ _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows
 def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Writes reads of whole tables on hosts as `reduce_table` equations; raises NotLocal for a read that is no
     reduction."""
-    layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
-    if not layouts:
+    if not bound.host_layouts:
         return program, "no table is on hosts"
     walk = _Walk(program=program)
-    for space in program.facts.spaces:
-        if space.family in layouts:
-            for k, axis in space.row_axes.items():
-                path = program.inputs[k].path
-                walk.store(program.block.inputs[k], TableRows(axis, 1, layouts[space.family], path))
+    for k, (layout, axis) in bound.hosted(program).items():
+        walk.store(program.block.inputs[k], TableRows(axis, 1, layout, program.inputs[k].path))
     for equation in program.block.equations:
         walk.add(equation)
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(walk.equations), walk.outputs()))

@@ -24,7 +24,6 @@ from autopar.backends.update_log import AnyLog
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
-from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
@@ -75,7 +74,9 @@ class HostRunner(Runner):
     ) -> None:
         self._out_tree, self._donate = out_tree, donate
         self._local, self._updated = known(compiled.program.local), compiled.analysed.new_states
-        self._hosted = _hosted(compiled.analysed, compiled.bound)  #: The caller's tables on hosts.
+        #: The caller's tables on hosts: layout, row axis, path.
+        paths = [input_.path for input_ in compiled.analysed.inputs]
+        self._hosted = {k: (*at, paths[k]) for k, at in compiled.bound.hosted(compiled.analysed).items()}
         stack, run = compiled.stacked, compiled.as_run
         self._bound, self._program = bound, program = run.bound, run.analysed
         _check_leaves_on_devices(program, bound)
@@ -86,7 +87,7 @@ class HostRunner(Runner):
             self._callers_inputs, self._callers_outputs = stack.inputs, stack.outputs
         self._begin_ranks(compiled, in_buckets)
         self._arguments = arguments = _Arguments(program, bound, self.ranks)
-        self._tables = _hosted(program, bound)
+        self._tables = bound.hosted(program)
         self._dense = frozenset(arguments.states - set(self._tables))  #: Dense leaves of the state.
         self._new = {out: k for k, out in program.new_states.items()}
         #: Outputs that are unchanged inputs: a table before its update, or examples -> the input.
@@ -310,19 +311,19 @@ class HostRunner(Runner):
         if coming:
             wanted = {}
             for k, leaf in coming.items():
-                axis, layout, path = self._hosted[k]
+                layout, axis, path = self._hosted[k]
                 shape = (layout.held_on(self.ranks.exchange.rank), *leaf.shape[:axis], *leaf.shape[axis + 1 :])
                 wanted[path] = shape, leaf.dtype
             require_memory(self.ranks.exchange, wanted)
 
     def _is_placed(self, k: int, leaf: Leaf) -> bool:
-        return isinstance(leaf, HostTable) and leaf.layout == self._hosted[k][1]
+        return isinstance(leaf, HostTable) and leaf.layout == self._hosted[k][0]
 
     def _storages(self, leaves: Sequence[Leaf]) -> dict[int, HostRows]:
         """Returns the storages of the caller's tables. A table that is given twice is copied, as each is updated by
         itself."""
         storages: dict[int, HostRows] = {}
-        for k, (axis, layout, path) in self._hosted.items():
+        for k, (layout, axis, path) in self._hosted.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
                 leaf = np.asarray(leaf) if is_table(leaf) else global_arrays.local(leaf)
@@ -336,7 +337,7 @@ class HostRunner(Runner):
     def _stacked(self, shards: Mapping[int, HostRows]) -> dict[int, HostRows]:
         """Returns the tables as the program takes them, stacked if it has stacks."""
         tables: dict[int, HostRows] = {}
-        for k, (_, layout, _) in self._tables.items():
+        for k, (layout, _) in self._tables.items():
             of = self._callers_inputs[k]
             if isinstance(of, int):
                 tables[k] = shards[of]
@@ -497,17 +498,6 @@ def _shape_buckets(program: Program, bound: ProgramPlan) -> ShapeBuckets:
 def _catch_up_some(logs: Sequence[AnyLog]) -> None:
     for log in logs:
         log.catch_up_some()
-
-
-def _hosted(program: Program, bound: ProgramPlan) -> dict[int, tuple[int, RowLayout, str]]:
-    """Returns the inputs that are tables on hosts -> (row axis, layout, path)."""
-    layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
-    return {
-        leaf: (axis, layouts[space.family], program.inputs[leaf].path)
-        for space in program.facts.spaces
-        if space.family in layouts
-        for leaf, axis in zip(space.leaves, space.axes, strict=True)
-    }
 
 
 def _read(value: Leaf) -> jax.Array:

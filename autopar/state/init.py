@@ -24,7 +24,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom, Block, known
 from autopar.ir.slicing import eliminate_dead, independent_outputs, uniform_outputs
 from autopar.ir.trace import block_of
-from autopar.jax_types import Dtype, Leaf, Pytree, Sharding, ValueType
+from autopar.jax_types import Dtype, Leaf, Pytree, Sharding
 from autopar.mpi.exchange import as_lines
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
@@ -112,12 +112,24 @@ def init(
 class Maker:
     """Makes the leaves of a state."""
 
-    make: Callable[..., Sequence[Pytree]]  #: The traced function of flat arrays.
+    traced: jax.stages.Traced  #: The function that makes the state.
     devices: Devices | None
     shardings: Sequence[Sharding] | None  #: The sharding of each leaf; None on one device.
     layouts: Sequence[tuple[RowLayout, int] | None]  #: (layout, row axis) of each leaf that has one.
-    whole: bool  #: Whether leaves are made whole on one device first, so that their bits are right.
-    block: Block  #: What makes the state.
+
+    @functools.cached_property
+    def make(self) -> Callable[..., Sequence[Pytree]]:
+        """The traced function of flat arrays."""
+        return jax_compat.jaxpr_as_fun(self.traced.jaxpr)
+
+    @functools.cached_property
+    def block(self) -> Block:
+        return block_of(self.traced.jaxpr)
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether leaves are made whole on one device first, so that their bits are right."""
+        return jax_compat.rounds_by_shape()
 
     @staticmethod
     def of(
@@ -133,12 +145,12 @@ class Maker:
         maker = planned.way.maker(planned, traced, numbers)
         if maker is not None:
             return maker
-        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), planned.compiled.bound, planned.devices
+        bound, devices = planned.compiled.bound, planned.devices
         if devices is None:
-            return Maker(make, None, None, [None] * len(numbers), False, block_of(traced.jaxpr))
+            return Maker(traced, None, None, [None] * len(numbers))
         shardings = [devices.sharding(*((None,) if k is None else bound.placement(k))) for k in numbers]
         layouts = [None if k is None else bound.layouts.get(k) for k in numbers]
-        return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape(), block_of(traced.jaxpr))
+        return Maker(traced, devices, shardings, layouts)
 
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         """Makes all leaves of flat arguments."""
@@ -196,7 +208,6 @@ class Maker:
 class StageMaker(Maker):
     """Makes each leaf on its stage's devices alone. `parts`: of each leaf; (): it is everywhere."""
 
-    types: Sequence[ValueType]
     parts: Sequence[Sequence[StagePart]]
 
     @functools.cached_property
@@ -241,7 +252,7 @@ class StageMaker(Maker):
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         return [
             StageArray(aval.shape, aval.dtype, parts, values, is_weak=aval.weak_type) if is_staged(parts) else values[0]
-            for values, aval, parts in zip(leaves, self.types, self.parts, strict=True)
+            for values, aval, parts in zip(leaves, self.traced.jaxpr.out_avals, self.parts, strict=True)
         ]
 
 
@@ -273,12 +284,12 @@ class HostMaker(Maker):
         """Returns the maker for a plan. `inputs_of`: for each leaf the step's input."""
         ranks = Ranks(exchange(), "init", joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
-        inputs, hosted = planned.compiled.analysed.inputs, hosted_inputs(planned)
+        analysed = planned.compiled.analysed
+        inputs, hosted = analysed.inputs, planned.compiled.bound.hosted(analysed)
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
-        make, whole = jax_compat.jaxpr_as_fun(traced.jaxpr), jax_compat.rounds_by_shape()
-        return HostMaker(make, devices, shardings, even, whole, block_of(traced.jaxpr), ranks, tables)
+        return HostMaker(traced, devices, shardings, even, ranks, tables)
 
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         pairs = [(t, atom.type) for t, atom in zip(self.tables, self.block.outputs, strict=True) if t is not None]
@@ -401,16 +412,6 @@ def _shared_out(
         min(ranks, key=lambda own: sum(nbytes[n] for n in own)).append(n)
     for turn in itertools.zip_longest(*ranks):
         yield [() if n is None else groups[n] for n in turn]
-
-
-def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:
-    layouts = {f.family: f.layout for f in planned.compiled.bound.families if f.on_hosts and f.layout is not None}
-    return {
-        leaf: (layouts[space.family], axis)
-        for space in planned.compiled.analysed.facts.spaces
-        if space.family in layouts
-        for leaf, axis in zip(space.leaves, space.axes, strict=True)
-    }
 
 
 def unbound(

@@ -153,26 +153,29 @@ class Table(PlacedLeaf):
 
     def _indices(self, rows: Leaf, simple: bool) -> Leaf:
         """Returns where picked rows are stored; None if they are to be picked from the whole table."""
-        extent = self.layout.extent
-        if self.axis or isinstance(rows, (bool, np.bool_)):
-            return None
-        if isinstance(rows, (int, np.integer)):
-            if not -extent <= rows < extent:
-                raise IndexError(f"row {rows} of a table with {extent} rows")
-            return self.layout.storage_index(int(rows) % extent)
         if isinstance(rows, slice) and simple:
-            rows = np.arange(*rows.indices(extent))
-            if rows.size > self.layout.shard_rows:
-                return None
-        if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
-            return None
-        xp = jnp if isinstance(rows, jax.Array) else np
-        rows = rows.astype(np.int32)  # V may be more than a small integer holds
-        return self.layout.storage_index(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
+            numbers = np.arange(*rows.indices(self.layout.extent))
+            rows = numbers if numbers.size <= self.layout.shard_rows else rows
+        picked = None if self.axis else _picked(rows, self.layout.extent)
+        return None if picked is None else self.layout.storage_index(picked)
 
     @property
     def _where(self) -> str:
         return f" spread over {self.layout.devices} devices"
+
+
+def _picked(rows: Leaf, extent: int) -> Leaf:
+    """Returns the rows that a number picks, or an array of numbers (the nearest ones), counted from the first row; None
+    for any other index. Raises IndexError for a number that is no row."""
+    if isinstance(rows, (int, np.integer)) and not isinstance(rows, bool):
+        if not -extent <= rows < extent:
+            raise IndexError(f"row {rows} of a table with {extent} rows")
+        return int(rows) % extent
+    if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
+        return None
+    xp = jnp if isinstance(rows, jax.Array) else np
+    rows = rows.astype(np.int32)  # V may be more than a small integer holds
+    return xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1)
 
 
 def shards_of(stored: jax.Array, layout: RowLayout, axis: int) -> Shards:
@@ -338,16 +341,10 @@ class TablePart(StandingLeaf[Leaf]):
           DonatedStateError: the table was given to a step.
         """
         rows, *others = index if isinstance(index, tuple) else (index,)
-        extent, start = self.shape[0], self.where.shape.starts[self.index]
-        if isinstance(rows, (int, np.integer)) and not isinstance(rows, bool):
-            if not -extent <= rows < extent:
-                raise IndexError(f"row {rows} of a table with {extent} rows")
-            return self._rows()[(start + int(rows) % extent, *others)]
-        if not isinstance(rows, (np.ndarray, jax.Array)) or not jnp.issubdtype(rows.dtype, np.integer):
+        picked = _picked(rows, self.shape[0])
+        if picked is None:
             return super().__getitem__(index)
-        xp = jnp if isinstance(rows, jax.Array) else np
-        rows = rows.astype(np.int32)  # as many as the stack has may be more than a small integer holds
-        return self._rows()[(start + xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1), *others)]
+        return self._rows()[(self.where.shape.starts[self.index] + picked, *others)]
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:

@@ -114,9 +114,8 @@ class OnHosts(Way):
         return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
-        from autopar.state.init import hosted_inputs
-
-        return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(planned).items()}
+        hosted = planned.compiled.bound.hosted(planned.compiled.analysed)
+        return {k: HostHome(*at, exchange().rank) for k, at in hosted.items()}
 
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker:
         from autopar.state.init import HostMaker

@@ -23,7 +23,6 @@ from autopar.ir.program import Program, Var, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.strategy import asks_for_hosts
 from autopar.ir.timeline import stage_timeline
-from autopar.ir.trace import block_of
 from autopar.jax_types import Leaf
 from autopar.launch.group import StoreGroup
 from autopar.measure.figures import Machine, memory_of
@@ -254,9 +253,7 @@ class InStages(Way):
         if not leaves:
             return None
         parts = [() if k is None else leaves.get(k, ()) for k in numbers]
-        make, nowhere = jax_compat.jaxpr_as_fun(traced.jaxpr), [None] * len(numbers)
-        whole, block = jax_compat.rounds_by_shape(), block_of(traced.jaxpr)
-        return StageMaker(make, None, None, nowhere, whole, block, traced.jaxpr.out_avals, parts)
+        return StageMaker(traced, None, None, [None] * len(numbers), parts)
 
     def _leaves(self, planned: PlannedStep) -> dict[int, tuple[StagePart, ...]]:
         """Returns the parts of the state's leaves by index. Scalars and random keys are everywhere, and have none."""

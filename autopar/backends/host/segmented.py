@@ -173,9 +173,7 @@ class SegmentedProgram:
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
-        self._layouts: dict[int, RowLayout] = {
-            f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None
-        }
+        self._layouts = bound.host_layouts
         tables = {f.family: f.table for f in bound.families}
         self._by_first = {family for family, table in tables.items() if table.sizes and table.sizes.by_first}
         self._others: dict[Equation, OtherRows] = {}
