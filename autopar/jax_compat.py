@@ -276,6 +276,11 @@ def is_float(dtype: Dtype) -> bool:
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
+def sum_dtype(dtype: Dtype) -> Dtype:
+    """Returns the dtype in which sums of a dtype are kept: float32 for floats of 8 and 16 bits."""
+    return np.dtype(np.float32) if is_float(dtype) and np.dtype(dtype).itemsize < 4 else dtype
+
+
 def is_rounded(dtype: Dtype) -> bool:
     """Returns whether results of a dtype are rounded: real and complex floating-point ones."""
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.inexact))

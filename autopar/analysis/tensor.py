@@ -19,7 +19,7 @@ from autopar.analysis.local import REDUCES, follow_spread
 from autopar.analysis.primitives import MOVES
 from autopar.analysis.work import flops
 from autopar.ir.figures import wire_bytes
-from autopar.ir.local import NotLocal
+from autopar.ir.local import NotLocal, sent_bytes
 from autopar.ir.program import Atom, Equation, Program, Source, Var
 
 #: An axis' value for partial sums on each device.
@@ -259,7 +259,8 @@ class _Walk(Interpreter[_Value]):
     def _exchange(self, collective: str, atom: Atom, weight: int, source: Source | None) -> None:
         key = weight, atom, collective
         if key not in self._notes.exchanges:
-            size = getattr(atom.type, "nbytes", 0) / (self._examples if atom in self._batch else 1)
+            op = "sum" if collective == "all-reduce" else ""
+            size = sent_bytes(atom.type, op) / (self._examples if atom in self._batch else 1)
             self._notes.exchanges[key] = Exchange(collective, size, self._trips, source)
 
     def _moved(self, equation: Equation, operands: Sequence[_Value]) -> _Value | None:

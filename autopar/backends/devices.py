@@ -178,8 +178,10 @@ class Mapped(OwnPart):
 
 
 def reduce_over(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
-    """Reduces the devices' results over axes of the mesh, in `shard_map`."""
+    """Reduces the devices' results over axes of the mesh, in `shard_map`; sums in float32 at least, rounded once."""
     kind = REDUCERS[op]
+    if op == "sum" and (wide := jax_compat.sum_dtype(part.dtype)) != part.dtype:
+        return jax.lax.psum(part.astype(wide), name).astype(part.dtype)
     if kind.collective is not None and part.dtype != jnp.bool_:
         result = kind.collective(part, name)
         if op == "sum" or not jax_compat.is_float(part.dtype):

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.ir.reductions import REDUCERS, neutral
-from autopar.jax_types import Array, Dtype, Params
+from autopar.jax_types import Array, Params
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_microbatches(
     count, joins = params["count"], params["joins"]
     shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count)), jnp.int32(0))
     start = tuple(
-        jnp.broadcast_to(neutral(join, wide(x.dtype)), x.shape)
+        jnp.broadcast_to(neutral(join, jax_compat.sum_dtype(x.dtype)), x.shape)
         for x, join in zip(shapes, joins, strict=True)
         if isinstance(join, str)
     )
@@ -88,11 +88,6 @@ def _one(
         for x, axis in zip(operands, params["axes"], strict=True)
     ]
     return tuple(map(jnp.asarray, gradient(microbatch, parts)))
-
-
-def wide(dtype: Dtype) -> Dtype:
-    """Returns the dtype in which sums of a dtype are kept."""
-    return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _unparted(parts: Array, along: int) -> Array:

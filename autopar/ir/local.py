@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+
+from autopar import jax_compat
 from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Block, Equation, Source, Var
+from autopar.jax_types import ValueType
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,18 @@ class Reduction:
     op: str
     nested: bool  #: It is inside a loop or branch.
     source: Source | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a device's part, as it is sent."""
+        return sent_bytes(self.type, self.op)
+
+
+def sent_bytes(type_: ValueType, op: str) -> int:
+    """Returns the bytes of a device's part of a reduction: sums of 8 and 16 bits are made in float32."""
+    if op != "sum" or not isinstance(type_, ArrayType):
+        return getattr(type_, "nbytes", 0)
+    return type_.size * np.dtype(jax_compat.sum_dtype(type_.dtype)).itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

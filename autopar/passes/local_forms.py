@@ -8,13 +8,19 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.deferred import Replay
 from autopar.ir.local import PARTIAL, Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.operations import PREFIX, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Source, Var, family_of
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
-from autopar.ir.writer import ZeroWriter
+from autopar.ir.writer import ZeroWriter, expand
+from autopar.jax_types import Array, Dtype
 
 
 def common_state(states: Iterable[State]) -> State:
@@ -22,6 +28,29 @@ def common_state(states: Iterable[State]) -> State:
     kinds = list(states)
     first = next((s for s in kinds if isinstance(s, Spread)), None)
     return first or next((s for s in kinds if s is not None), None)
+
+
+#: Operations that keep a sum of 8 or 16 bits unrounded, if their operands are.
+UNROUNDED = frozenset({"add", "add_any", "reshape", "squeeze", "transpose"})
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+_ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)  #: They say in which dtype a product is added up.
+
+
+def is_short(dtype: Dtype) -> bool:
+    """Returns whether sums of a dtype are made in a wider one."""
+    return jax_compat.sum_dtype(dtype) != dtype
+
+
+@functools.cache
+def _cast_to(dtype: np.dtype) -> Callable[[Array], Array]:
+    """Returns a cast that XLA doesn't leave out, as it does one to 16 bits and back."""
+
+    def cast(value: Array) -> Array:
+        if dtype.itemsize == 2:
+            value = jax.lax.reduce_precision(value, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+        return jax.lax.convert_element_type(value, dtype)
+
+    return cast
 
 
 @dataclass(eq=False)
@@ -128,6 +157,11 @@ class Forms(ZeroWriter, abc.ABC):
         """Writes an equation with new operands, and results in these states."""
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
         self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, **changes))
+
+    @property
+    def delays_sums(self) -> bool:
+        """Partial sums stay so wherever they can, so that a loop adds them up and ends with one reduction."""
+        return self.nested
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
@@ -247,7 +281,30 @@ class Forms(ZeroWriter, abc.ABC):
         if self.shared.reduces_by_mpi and not owners:
             new = self.reduce_in_rank(new, op)
         ranks = {"ranks": True} if owners and self.shared.bound.on_hosts else {}
+        if op == "sum" and not self.delays_sums and is_short(new.dtype):
+            wide = self._unrounded(new)
+            total = self.emit(self.shared.op("reduce"), (wide,), wide.type, {"op": op, **ranks})
+            return self._cast(total, new.dtype, source)
         return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
+
+    def _unrounded(self, new: Atom) -> Atom:
+        """Returns a new value of 8 or 16 bits in float32, as the products that it is a sum of make it."""
+        made = self.producers.get(new)
+        is_product = made is not None and made.op in _PRODUCTS and not isinstance(made.params["precision"], _ALGORITHMS)
+        if made is None or not (is_product or made.op in UNROUNDED):
+            return self._cast(new, jax_compat.sum_dtype(new.dtype), made)
+        inputs, params, type_ = made.inputs, made.params, replace(new.type, dtype=jax_compat.sum_dtype(new.dtype))
+        if is_product:
+            params = {**params, "preferred_element_type": type_.dtype}
+        else:
+            inputs = tuple(map(self._unrounded, inputs))
+        out = Var(type_)
+        self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
+        return out
+
+    def _cast(self, new: Atom, dtype: Dtype, like: Equation | None) -> Var:
+        self.extend(expand(_cast_to(np.dtype(dtype)), like or Equation("cast", (), ()), (new,), again=True))
+        return self.equations[-1].outputs[0]
 
     def sum_in_rank(self, atom: Atom, have: Spread) -> None:
         """Reduces the partial sums of an old value that a rank's devices have."""

@@ -26,7 +26,7 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.local_forms import LOCAL_ROW_OPS, Forms, Localization, common_state
+from autopar.passes.local_forms import LOCAL_ROW_OPS, UNROUNDED, Forms, Localization, common_state, is_short
 
 
 def localize(
@@ -141,11 +141,6 @@ class Localizer(Forms):
         """Writes an equation unchanged, its results in these states; whole by default."""
         self.write(equation, map(self.read, equation.inputs), states or itertools.repeat(None))
 
-    @property
-    def delays_sums(self) -> bool:
-        """Partial sums stay so wherever they can, so that a loop adds them up and ends with one reduction."""
-        return self.nested
-
     def _is_callback(self, equation: Equation) -> bool:
         is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
         return is_call and self.repeats_effects
@@ -199,6 +194,9 @@ class Localizer(Forms):
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.delays_sums
+        # Sums of 8 and 16 bits are rounded once, as on one device: after their reduction.
+        if top and equation.op not in UNROUNDED and is_short(equation.inputs[partial.index(True)].dtype):
+            return False
         # Values are reduced before they grow; ranks may differ in the number of rows that a broadcast makes.
         grows = equation.outputs[0].type.size > equation.inputs[0].type.size
         if top and grows and equation.op in ("broadcast_in_dim", "pad"):

@@ -27,6 +27,7 @@ from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.cost.exchange import ID_TERMS
 from autopar.ir.figures import format_bytes
+from autopar.ir.local import sent_bytes
 from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan, TensorPlan
 from autopar.ir.program import Block, Equation
 from autopar.ir.reductions import REDUCERS
@@ -405,7 +406,7 @@ def _reductions(equation: Equation, devices: int, times: int) -> Iterator[Collec
     if type_.dtype == np.bool_ or REDUCERS[op].collective is None:
         yield _collective("all-gather", devices * type_.nbytes, times, "pred" if type_.dtype == np.bool_ else "u8")
         return
-    yield _collective("all-reduce", type_.nbytes, times)
+    yield _collective("all-reduce", sent_bytes(type_, op), times)
     if op != "sum" and jax_compat.is_float(type_.dtype):  # a flag says where there is a NaN
         yield _collective("all-reduce", 4 * math.prod(type_.shape), times)
 

@@ -171,8 +171,13 @@ def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
         work = replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
     if facts is None:
         return work
-    sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
-    sums -= Counter(size for size, _ in _trained_whole(planned.compiled.plan))
+    sums, tables = Counter[int](), Counter(size for size, _ in _trained_whole(planned.compiled.plan))
+    for each in facts.reductions:
+        size = int(getattr(each.type, "nbytes", 0))
+        if tables[size]:
+            tables[size] -= 1
+        else:
+            sums[each.nbytes] += 1
     return replace(work, sums=tuple(sorted(sums.items())))
 
 

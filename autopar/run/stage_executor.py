@@ -22,7 +22,6 @@ from autopar import jax_compat
 from autopar.backends.devices import Devices, Mapped, StageDevice
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch as MicrobatchOf
-from autopar.backends.microbatches import wide
 from autopar.backends.single import route_types
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import RouteType, Var
@@ -120,7 +119,7 @@ class Arriving:
     @staticmethod
     def of(value: Value, messages: PointToPoint, source: int) -> Arriving:
         """Begins to receive a value. Sums have a wider dtype."""
-        types = _types(value.var, wide if isinstance(value.part, SumOf) else lambda dtype: dtype)
+        types = _types(value.var, jax_compat.sum_dtype if isinstance(value.part, SumOf) else lambda dtype: dtype)
         data = jax.tree.leaves(jax.eval_shape(_data, types))
         return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
 
@@ -190,12 +189,12 @@ class StageExecutable:
             donate_argnums=donated,
             out_shardings=(shardings(self.joins), shardings(self._values)),
         )
-        number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), wide)
+        number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), jax_compat.sum_dtype)
         programs = [run.lower(number, sums, *types(self.program.block.inputs))]
         return programs + ([jax.jit(self._start, out_shardings=shardings(self.joins)).lower()] if sums else [])
 
     def _start(self) -> Sequence[Array]:
-        return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
+        return [jnp.broadcast_to(neutral(n, jax_compat.sum_dtype(v.dtype)), v.shape) for v, n in self.joins.items()]
 
     def _axes(self, values: Iterable[Var]) -> list[int | None]:
         return [self.divided.get(v) for v in values]

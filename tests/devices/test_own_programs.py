@@ -69,6 +69,31 @@ def test_products_are_summed_before_they_are_transposed(tied: bool) -> None:
     assert autopar.verify(planned, state, x, steps=2).ok
 
 
+@pytest.mark.parametrize("kept", [jnp.float32, jnp.bfloat16], ids=["cast in the loss", "bfloat16 parameters"])
+@pytest.mark.parametrize("tied", [False, True], ids=["once", "tied"])
+def test_gradients_of_16_bits_are_rounded_after_they_are_summed(kept: Any, tied: bool) -> None:
+    """Those of single devices are 100 times as large as their sum."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss_fn(w: jax.Array) -> jax.Array:
+            short, seen = w.astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+            made = seen @ short
+            made = jnp.concatenate([made, seen[:, ::-1] @ short.T], 0) if tied else made
+            return made.astype(jnp.float32).sum()
+
+        loss, grad = jax.value_and_grad(loss_fn)(w)
+        return w - grad, loss
+
+    one = jax.random.uniform(jax.random.key(0), (16, 32), minval=50.0, maxval=100.0)
+    x = jnp.concatenate([one, -one[::-1] - 1.0, one + 0.5, -one])
+    w = jnp.zeros((32, 32), kept)
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    mine, theirs = (np.asarray(f(w, x)[0], np.float32) for f in (planned, jax.jit(step)))
+    np.testing.assert_allclose(mine, theirs, rtol=0, atol=2**-8 * np.abs(theirs).max())
+    sums = [e.inputs[0] for e in planned.planned_for(w, x).compiled.program.block.walk() if e.op == "ap.reduce"]
+    assert [a.dtype for a in sums if a.shape] == [np.float32]
+
+
 def test_rows_that_every_device_looks_up_in_a_loop() -> None:
     """A batch that the devices don't divide: nothing in the loop is spread but the owners' rows that it adds to."""
 

@@ -649,8 +649,7 @@ def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) 
             made = equation.outputs[0].type
             total, turns = _total(program.block, access)
             totals[total] = turns * _bytes_of_row(made, space.extent)
-            is_small = on_cpus and jax_compat.is_float(made.dtype) and made.dtype.itemsize < 4
-            reduced.append(_bytes_of_row(made, space.extent, 4 if is_small else 0))
+            reduced.append(_bytes_of_row(made, space.extent, np.dtype(jax_compat.sum_dtype(made.dtype)).itemsize))
     return RowBytes(sum(read.values()), sum(totals.values()), tuple(reduced))
 
 

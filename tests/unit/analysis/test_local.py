@@ -189,7 +189,9 @@ CASES: dict[str, tuple[Callable[..., Any], Sequence[State], Sequence[np.ndarray]
     "times itself": (lambda s: s * s, [P], [v], None),
     "times the examples": (lambda s, a: a * s, [P, E], [v, x], E),
     "rounded": (lambda s: s.astype(jnp.bfloat16), [P], [v], None),
-    "widened": (lambda s: s.astype(jnp.float32), [P], [ints(D).astype(np.float16)], P),
+    "widened": (lambda s: s.astype(jnp.float32), [P], [ints(D).astype(np.float16)], None),  # rounded before
+    "of 16 bits": (lambda s, t: (s + t).reshape(1, -1), [P, P], [ints(D).astype(np.float16)] * 2, P),
+    "of 16 bits, halved": (lambda s: s * np.float16(0.5), [P], [ints(D).astype(np.float16)], None),
     "widened integers": (lambda s: s.astype(jnp.int32), [P], [np.array([3, 5, 250], np.uint8)], None),
     "of another sign": (lambda s: s.astype(jnp.uint32), [P], [ints(D)], P),
     "selected by a flag": (lambda s, f: jnp.where(f > 0, s, 0.0), [P, None], [v, v], P),
