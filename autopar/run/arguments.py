@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import reprlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
@@ -382,7 +383,7 @@ def call_difference(old: Call, new: Call) -> str | None:
     """Names the first leaf whose shape or dtype changed; None if only weak types did."""
     for a, b in zip(old.arguments, new.arguments, strict=True):
         if a.treedef != b.treedef:
-            return f"{b.name} has another structure"
+            return f"{b.name} has another structure: {_structure_difference(a.treedef, b.treedef)}"
         for path, x, y in zip(a.paths, a.types, b.types, strict=True):
             if (x.shape, x.dtype) != (y.shape, y.dtype):
                 return f"{'/'.join(p for p in (b.name, path) if p)} was {x} and is {y}"
@@ -393,10 +394,44 @@ def call_difference(old: Call, new: Call) -> str | None:
     return "a static argument changed" if old.key[0] != new.key[0] else None
 
 
-def note_python_numbers(call: Call, error: TypeError) -> None:
-    """Notes on JAX's error for a step that needs a traced value which arguments may be static."""
-    if not any(word in str(error) for word in ("concrete", "traced array")):
-        return
+def _structure_difference(old: PyTreeDef, new: PyTreeDef) -> str:
+    """Names the outermost node in which two structures differ."""
+    (kind, before), (now_kind, now) = (treedef.node_data() or (None, None) for treedef in (old, new))
+    if kind is None or kind is not now_kind:
+        return " became ".join("a leaf" if k is None else f"a {k.__name__}" for k in (kind, now_kind))
+    if before != now:
+        return _metadata_difference(kind, before, now)
+    children = old.children(), new.children()
+    if len(children[0]) != len(children[1]):
+        return f"the length of a {kind.__name__}: {len(children[0])} became {len(children[1])}"
+    return next(_structure_difference(x, y) for x, y in zip(*children, strict=True) if x != y)
+
+
+def _metadata_difference(kind: type, old: Leaf, new: Leaf) -> str:
+    """Names what two nodes of one kind have besides their leaves: keys, or static fields."""
+    name = f"the keys of a {kind.__name__}" if issubclass(kind, dict) else f"static data of a {kind.__name__}"
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        k = next(k for k, (x, y) in enumerate(zip(old, new, strict=True)) if x != y)
+        old, new = old[k], new[k]
+        fields = getattr(kind, "__dataclass_fields__", {}).values()
+        static = [f.name for f in fields if not f.metadata.get("pytree_node", True)]
+        name = f"{kind.__name__}.{static[k]}" if k < len(static) else name
+    if " at 0x" in repr(new):  # functions, and what holds them, are equal to themselves alone
+        return f"{name} is another object. Make it once, and give it to each state"
+    return f"{name}: {reprlib.repr(old)} became {reprlib.repr(new)}"
+
+
+def note_cause(call: Call, fun: Callable[..., Pytree], error: Exception) -> None:
+    """Notes on the error of a step that can't be traced what its arguments, or its objects, may have to do with it."""
+    if isinstance(error, TypeError) and any(word in str(error) for word in ("concrete", "traced array")):
+        _note_python_numbers(call, error)
+    elif "trace level" in str(error) and "flax" in sys.modules:
+        runs = "autopar.integrations.nnx.parallelize runs steps that change such objects, and is given them"
+        how = f": {fun.__func__.__qualname__}, called with the object first" if inspect.ismethod(fun) else ""
+        error.add_note(f"{step_name(fun)} changes objects of flax.nnx that aren't among its arguments. {runs}{how}")
+
+
+def _note_python_numbers(call: Call, error: TypeError) -> None:
     for a in call.arguments:
         # Python's numbers are weak, but for bools.
         if a.is_lone_array and a.types[0].shape == () and (a.types[0].weak_type or a.types[0].dtype == bool):

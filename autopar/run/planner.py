@@ -43,7 +43,7 @@ from autopar.run.arguments import (
     States,
     check_positions,
     describe_leaves,
-    note_python_numbers,
+    note_cause,
     step_name,
 )
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
@@ -182,8 +182,8 @@ class Planner:
             traced = jax_compat.trace(fun, args, kwargs, **self.static.static_options)
         except NameError as error:
             raise unknown_axis(self.name, error, self.per_device) from error
-        except TypeError as error:
-            note_python_numbers(call, error)
+        except Exception as error:
+            note_cause(call, self.fun, error)
             raise
         seconds = time.perf_counter() - start
         if any(isinstance(c, jax_compat.Tracer) for c in jax_compat.open_jaxpr(traced.jaxpr)[1]):

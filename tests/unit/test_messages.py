@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import autopar
 from tests.support.explained import explained
@@ -216,6 +219,49 @@ def test_a_static_argument_that_changes_is_named(monkeypatch: Any) -> None:
             table, *_ = step(table, BATCH, n)
     with pytest.raises(autopar.ArgumentsError, match="3 different static arguments.*Pass it as an array"):
         step(table, BATCH, 4)
+
+
+def test_a_train_state_with_another_optimizer_is_named() -> None:
+    def state(rate: float) -> Any:
+        return TrainState.create(apply_fn=loss_of, params={"table": make_table()}, tx=optax.sgd(rate))
+
+    step = autopar.parallelize(lambda s: s.apply_gradients(grads=s.params))
+    step(state(0.1))
+    with pytest.warns(
+        autopar.RecompileWarning, match=r"s has another structure: TrainState.tx is another object. Make"
+    ):
+        step(state(0.1))
+
+
+@pytest.mark.parametrize(
+    ("other", "change"),
+    [
+        ({"table": 0, "b": 1}, r"the keys of a dict: \['a', 'table'\] became \['b', 'table'\]"),
+        ({"table": 0, "a": (1, 1)}, "a leaf became a tuple"),
+        ([0, 1], "a dict became a list"),
+    ],
+)
+def test_a_structure_that_changes_is_named(other: Any, change: str) -> None:
+    step = autopar.parallelize(lambda x: jax.tree.leaves(x)[0] * 2)
+    step({"table": 0, "a": 1})
+    with pytest.warns(autopar.RecompileWarning, match=f"x has another structure: {change}"):
+        step(other)
+
+
+def test_a_method_that_changes_an_nnx_object_is_for_the_nnx_integration() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.table: Any = nnx.Param(make_table())
+
+        def fit(self, ids: Any) -> None:
+            self.table[...] = self.table[...].at[ids].add(1.0)
+
+    with pytest.raises(Exception, match="trace level") as caught:
+        autopar.parallelize(Model().fit)(IDS)
+    assert (
+        "integrations.nnx.parallelize" in caught.value.__notes__[-1]
+        and "Model.fit, called" in caught.value.__notes__[-1]
+    )
 
 
 @pytest.mark.parametrize("uses", [bool, jnp.zeros], ids=["an if", "a shape"])
