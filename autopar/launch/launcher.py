@@ -448,8 +448,14 @@ class _Runner:
         self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
         while self._early:
             self._process.send_signal(self._early.pop())
-        code = None
+        code, told = None, False
         while code is None:  # an endless wait misses signals that came just before it, or to another thread
+            if self.interrupted and not told:
+                told = True
+                say(
+                    "all ranks were told to end, and may save a checkpoint first. After a second signal those that "
+                    f"haven't ended within {self._patience[0]:g} seconds are killed"
+                )
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(timeout=0.5)
         self._process = None

@@ -39,13 +39,15 @@ except KeyboardInterrupt:
     ("signals", "seconds", "code"),
     [
         ([signal.SIGINT], 0.2, 3),
-        ([signal.SIGTERM], 0.2, 3),
+        ([signal.SIGTERM], 1.0, 3),
         ([signal.SIGINT, signal.SIGINT], 60, 128 + signal.SIGKILL),
         ([signal.SIGTERM, signal.SIGTERM], 60, 128 + signal.SIGKILL),
     ],
 )
-def test_the_first_signal_leaves_time_to_save(tmp_path: Path, signals: list[int], seconds: float, code: int) -> None:
-    """The job isn't started again."""
+def test_the_first_signal_leaves_time_to_save(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], signals: list[int], seconds: float, code: int
+) -> None:
+    """The job isn't started again; a line says what a second signal does."""
     script = tmp_path / "save.py"
     script.write_text(SAVING)
 
@@ -60,6 +62,8 @@ def test_the_first_signal_leaves_time_to_save(tmp_path: Path, signals: list[int]
     command = [sys.executable, str(script), str(tmp_path), str(seconds)]
     assert launcher.run_job(command, 3, lambda: command, ending_s=0.01, killing_s=0.01) == code
     thread.join()
+    said = capfd.readouterr().err.count("After a second signal those that haven't ended within 0.01 seconds are killed")
+    assert said <= 1 and (said == 1 or seconds < 1 or len(signals) > 1)
 
 
 TOLD = """
