@@ -53,6 +53,7 @@ class TablePlan:
     owner: int | None = None  #: On hosts: the rank that has all rows, if it is one.
     log_steps: int = 0  #: Most steps that untouched rows wait in the update log; 0 where no step moves them.
     pulled: bool = False  #: A dense leaf on hosts, of which every step takes all rows.
+    unchanged: bool = False  #: The step only reads it.
     alpha: Alpha | None = None  #: Rows that a step touches, if known.
     #: Distinct rows that n devices touch together, each with as many ids as a device of the plan; None if unknown.
     growth: RowGrowth | None = None
@@ -98,6 +99,7 @@ class DensePlan:
     dtype: str
     nbytes: int
     sharded: bool = False  #: It is kept in shards, and gathered for use.
+    unchanged: bool = False  #: The step only reads it.
     reason: str = field(default="", compare=False, metadata=_DERIVED)
     #: Method -> bytes that each device would send in a step for it.
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)

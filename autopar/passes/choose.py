@@ -113,7 +113,8 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     tables = sorted(_with_shards([t for _, plans in decided for t in plans], plans), key=lambda t: order[t.path])
     members = {leaf for space in program.facts.spaces for leaf in space.leaves}
     named = {leaf.path: leaf for leaf in plans}
-    others = [dense_plan(program, k, sharded=k in shards) for k in sorted(states - members)]
+    unchanged = program.unchanged
+    others = [dense_plan(program, k, sharded=k in shards, unchanged=k in unchanged) for k in sorted(states - members)]
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shards.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
@@ -395,14 +396,17 @@ def shard_dense(
         use = "looked up at its owners" if shards & tables else "gathered for use"
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         sent = dict.fromkeys(("ps", "allreduce"), 2 * int(wire_bytes("all-gather", devices, type_.nbytes)))
-        plans[named] = replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
+        plans[named] = replace(
+            dense_plan(program, named, sharded=True, unchanged=named in program.unchanged), reason=reason, sent=sent
+        )
     return axes, list(plans.values())
 
 
-def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
+def dense_plan(program: Program, k: int, *, sharded: bool, unchanged: bool) -> DensePlan:
     type_ = program.block.inputs[k].type
     size = getattr(type_, "nbytes", 0)
-    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, sharded)
+    shape = getattr(type_, "shape", ())
+    return DensePlan(program.inputs[k].path, shape, _text(type_.dtype), size, sharded, unchanged)
 
 
 #: NumPy names a dtype slowly, and a state has thousands of leaves of few dtypes.

@@ -93,8 +93,7 @@ def _explain(
 ) -> Explanation:
     program, plan = planned.compiled.analysed, planned.compiled.plan
     rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
-    unchanged = {program.inputs[k].path for k in program.unchanged}
-    rows += [_dense_row(leaf, plan, is_unchanged=leaf.path in unchanged) for leaf in plan.dense]
+    rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
     details = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
     if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
@@ -139,9 +138,9 @@ def _explain(
     )
 
 
-def _dense_row(leaf: DensePlan, plan: Plan, *, is_unchanged: bool) -> ExplainedLeaf:
+def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
     size = leaf.nbytes
-    if is_unchanged:
+    if leaf.unchanged:
         return ExplainedLeaf(
             leaf, size, 0, None, "dense, in shards, ps" if leaf.sharded else "none", 0, 0, sent=leaf.sent
         )
@@ -168,7 +167,7 @@ def _table_row(planned: PlannedStep, space: RowSpace, k: int, leaves: Sequence[L
     dense = size if is_read else touched_bytes(table_bytes=nbytes, family_bytes=size)
     alpha = batch_alpha(program, space, leaves, devices) if space.accesses else None
     action, kept, deferred = "dense", dense, ""
-    if k in program.unchanged:
+    if table.unchanged:
         action, dense, kept = "none", 0, 0
     if table.lifted:
         action = "sparse, lazy" if bound.plan.sparse == "lazy" else "sparse"

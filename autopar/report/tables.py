@@ -116,14 +116,15 @@ def parameter_rows(plan: Plan) -> list[TableRow]:
 
 
 def update_rows(plan: Plan) -> list[TableRow]:
-    """Returns bytes that a step's updates read and write, by table from the largest on; other leaves are one row."""
+    """Returns bytes that a step's updates read and write, by table from the largest on; other leaves are one row. What
+    the step only reads has no update."""
     rows: list[TableRow] = []
-    for table in plan.families:
+    for table in (t for t in plan.families if not t.unchanged):
         size = table.nbytes
         plain = touched_bytes(table_bytes=size, family_bytes=(1 + len(table.slots)) * size)
         share = table.alpha.share if table.lifted and table.alpha is not None else 1.0
         rows.append({"leaves": table.path, "bytes of a plain step": plain, "bytes of this plan": share * plain})
-    dense = sum(2 * leaf.nbytes for leaf in plan.dense)
+    dense = sum(2 * leaf.nbytes for leaf in plan.dense if not leaf.unchanged)
     rows.append({"leaves": "all others", "bytes of a plain step": dense, "bytes of this plan": dense})
     return sorted(rows, key=lambda row: -float(row["bytes of a plain step"]))
 

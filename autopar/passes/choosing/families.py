@@ -360,6 +360,7 @@ class _Family:
                 slots=tuple(program.inputs[k].path for k in space.leaves if k != table),
                 ids=self.ids.count if space.accesses else space.rows_read,
                 pulled=space.is_pulled,
+                unchanged=table in program.unchanged,
                 **fields,
             )
             for table in space.tables

@@ -280,6 +280,20 @@ def test_what_is_left_out_is_said() -> None:
     assert list(autopar.report(without, cluster=CLUSTER).figures)[-1] == "speedup"
 
 
+def test_what_a_step_only_reads_has_no_update() -> None:
+    def adapted(state: Any, ids: jax.Array) -> Any:
+        loss = lambda rows, w: ((state["frozen"][ids] @ state["mix"] + rows[ids] @ w) ** 2).mean()  # noqa: E731
+        grads = jax.grad(loss, argnums=(0, 1))(state["rows"], state["w"])
+        return {**state, "rows": state["rows"] - grads[0], "w": state["w"] - grads[1]}
+
+    shapes = {"frozen": (5000, 4), "mix": (4, 4), "rows": (5000, 2), "w": (2, 4)}
+    state = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    ids = jax.ShapeDtypeStruct((8,), jnp.int32)
+    rows = autopar.report(autopar.plan(autopar.parallelize(adapted), state, ids)).tables["updates"]
+    assert [row["leaves"] for row in rows] == ["rows", "all others"]
+    assert rows[1]["bytes of a plain step"] == 2 * 2 * 4 * 4, "w alone"
+
+
 def changed(plan: Plan, **sizes: Any) -> Plan:
     """The plan with other sizes of its tables."""
     tables = [dataclasses.replace(t, sizes=dataclasses.replace(t.sizes, **sizes)) for t in plan.tables if t.sizes]
