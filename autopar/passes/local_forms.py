@@ -455,13 +455,20 @@ def _in_states(operands: str, result: str) -> Callable[[Forms, Equation], None]:
     return rewrite
 
 
+#: What a loop over microbatches can do whose turns are each of one rank's examples.
+_MICROBATCHES = (
+    "If the loop is over n microbatches, give each of them examples of every rank "
+    "(x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1) in place of x.reshape(n, -1, *x.shape[1:]))"
+)
+
+
 def _push(walk: Forms, equation: Equation) -> None:
     is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
     if is_replicated:
         push_partial(walk, equation)
     elif walk.nested and walk.shared.bound.on_hosts and not walk.shared.reduces_by_mpi and walk.shared.owners > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
-        raise NotLocal(reason, equation.source)
+        raise NotLocal(reason, equation.source, _MICROBATCHES)
     elif _is_delivered(walk, equation):
         _deliver_partial(walk, equation)
     else:

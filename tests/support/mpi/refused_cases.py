@@ -86,10 +86,22 @@ def check_loops_that_cannot_be() -> None:
         grads, _ = jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), jnp.stack([ids, ids]))
         return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads["w"])
 
+    def accumulated(state: Any, ids: jax.Array) -> Any:
+        """Microbatches that one rank has each."""
+        params, _ = state
+
+        def turn(total: Any, ids: jax.Array) -> Any:
+            grads = jax.grad(lambda p: jnp.tanh(p["a"][ids] @ p["w"]).mean())(params)
+            return jax.tree.map(jnp.add, total, grads), None
+
+        grads, _ = jax.lax.scan(turn, jax.tree.map(jnp.zeros_like, params), ids.reshape(RANKS, -1))
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), grads["w"])
+
     params = {"a": jnp.ones((400, 3)), "w": jnp.ones((3, 2))}
     for step, told in (
         (looped, "rows are exchanged within a loop or branch"),
         (added_up, "rows are looked up and added to their owners' rows in one loop or branch"),
+        (accumulated, "give each of them examples of every rank (x.reshape(-1, n"),
     ):
         try:
             autopar.parallelize(step, strategy={"0/a": HOSTS}, donate=False)((params, params["w"]), ids)
