@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
@@ -89,8 +90,7 @@ def expand(
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a.type, "weak_type", False)) for a in atoms]
     trace = _traced if again else _traced.__wrapped__
     block = trace(fun, tuple(shapes), jax.config.read("jax_enable_x64"))
-    (result,) = block.outputs
-    assert block.equations and result is block.equations[-1].outputs[0], "the last equation computes the result"
+    assert _is_last(block), "the last equation computes the result"
     env: dict[Var, Atom] = dict(zip(block.inputs, atoms, strict=True))
     if output is not None:
         env[block.equations[-1].outputs[0]] = output
@@ -101,4 +101,11 @@ def expand(
 @functools.lru_cache(maxsize=256)
 def _traced(fun: Callable[..., Pytree], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
     block, _ = eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))  # a scatter of no updates reads no ids
-    return block
+    # JAX writes no equation for a choice between arrays without elements.
+    return block if _is_last(block) else _traced.__wrapped__(lambda *xs: jnp.copy(fun(*xs)), shapes, x64)
+
+
+def _is_last(block: Block) -> bool:
+    """Returns whether the last equation computes the one result."""
+    (result,) = block.outputs
+    return bool(block.equations) and result is block.equations[-1].outputs[0]
