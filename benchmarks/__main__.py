@@ -20,7 +20,7 @@ BENCHMARKS = {
     "torchrec": ("torchrec", "one_table", "one_device"),
     "exchange": ("exchange", "rings", "overlap", "hot"),
     "bags": ("bags",),
-    "prefetch": ("prefetch", "deferred", "accelerators", "one_machine"),
+    "prefetch": ("prefetch", "deferred", "accelerators", "one_machine", "one_process"),
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),

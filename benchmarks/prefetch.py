@@ -54,6 +54,14 @@ def _on_hosts(optimizer: str, rates: Sequence[str] = RATES, wait_ms: float = 0) 
                     _compare(ranks, f"{optimizer}, {rate}, {name}", exponent, optimizer, wait_ms)
 
 
+def one_process() -> None:
+    """One process, with a wait in place of most of its device's work: rows are copied to the device ahead."""
+    for optimizer in ("adagrad", "adamw"):
+        with started("process", 1, "benchmarks.prefetch") as ranks:
+            for name, exponent in EXPONENTS.items():
+                _compare(ranks, f"{optimizer}, one process, {name}", exponent, optimizer, WAIT_MS)
+
+
 def one_machine() -> None:
     """The same by two ranks of one machine, which do nothing ahead unless they are made to."""
     with started("ranks", RANKS, "benchmarks.prefetch") as ranks:
@@ -94,15 +102,19 @@ class _Rank:
         import optax
 
         import autopar
-        from autopar.backends.host import ranks
+        from autopar.backends.host import ranks, storage
         from autopar.ir.strategy import OPTIMIZATIONS
 
         ranks.Ranks.hides_exchanges = staticmethod(lambda exchange: True)  # on one machine as well
-        for name in () if self._steps else ("ask", "fetch"):
-            setattr(ranks.Ranks, name, self._timed(getattr(ranks.Ranks, name)))
         self._wait_s = wait_ms / 1e3
-        for name in () if self._steps else ("fetch", "fetch_part", "deliver"):
-            setattr(ranks.Ranks, name, self._waiting(getattr(ranks.Ranks, name), is_end=name == "deliver"))
+        alone = jax.process_count() == 1
+        rows, gets, gives = (storage.HostRows, ["pull"], "commit") if alone else (ranks.Ranks, ["fetch"], "deliver")
+        if not self._steps:
+            for owner, name in [(ranks.Ranks, "ask"), *((rows, name) for name in gets)]:
+                setattr(owner, name, self._timed(getattr(owner, name)))
+            for name in (*gets, "fetch_part", gives):
+                owner = ranks.Ranks if name == "fetch_part" else rows
+                setattr(owner, name, self._waiting(getattr(owner, name), is_end=name == gives))
         width = 8 if wait_ms else WIDTH
         clipped = optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=1e-2)
         update = {"adagrad": optax.adagrad(0.01), "adamw": optax.chain(*clipped)}[optimizer]
@@ -138,10 +150,11 @@ class _Rank:
             planned = autopar.parallelize(step, strategy={"params/words": ("ps", "hosts")}, optimize=optimize)
             self._steps[way] = planned, make()
             self.train(way)
-        asked = [np.unique(np.split(batch["ids"], RANKS)[RANK]) for batch in self._batches]
+        count = jax.process_count()
+        asked = [np.unique(np.split(batch["ids"], count)[RANK]) for batch in self._batches]
         pairs = zip(asked[1:], self._batches, strict=False)
         again = statistics.mean(np.isin(ids, batch["ids"]).mean() for ids, batch in pairs)
-        far = statistics.mean(np.count_nonzero(ids % RANKS != RANK) for ids in asked)
+        far = statistics.mean(ids.size if alone else np.count_nonzero(ids % count != RANK) for ids in asked)
         return 4 * DIM * far / 1e6, again
 
     def _timed(self, call: Any) -> Any:
@@ -161,7 +174,7 @@ class _Rank:
             if is_end:
                 time.sleep(max(0.0, self._ends_s - time.perf_counter()))
             result = call(*arguments)
-            if threading.current_thread() is threading.main_thread():
+            if not is_end and threading.current_thread() is threading.main_thread():
                 self._ends_s = time.perf_counter() + self._wait_s
             return result
 

@@ -52,7 +52,8 @@ class Prefix:
     pulls: tuple[Equation, ...]
     owners: tuple[int, ...]  #: Indices of owners' programs between pulls and fetches.
     fetches: tuple[Equation, ...]
-    logs: tuple[LogAhead, ...]  #: Update logs of tables of which rows are fetched.
+    sent: tuple[Equation, ...]  #: Pulls whose rows devices read: in one process.
+    logs: tuple[LogAhead, ...]  #: Update logs of tables whose owners bring rows up to date before they are fetched.
     expected: Expected | None  #: What they get; None if there are none.
     values: frozenset[Atom]  #: What ids and routes are.
     #: Index of the first device program that follows all routes and fetches: beside it the next step's prefix runs.
@@ -115,9 +116,11 @@ def prefix_of(
         if not needed.isdisjoint(block.outputs):
             kept.append(k)
             needed.update(block.inputs)
-    pulls = tuple(e for e in made["ap.pull"] if e.outputs[0] in needed)
     outputs = {v for k in kept for v in _block(items[k]).outputs}
-    known = [_used(log, outputs) for log in logs if log.stamps in pulls]
+    known = [_used(log, outputs) for log in logs if log.stamps.outputs[0] in needed]
+    by_devices = {v for item in items if _is_of_devices(item) for v in _block(item).inputs}
+    sent = tuple(e for e in made["ap.pull"] if e.outputs[0] in by_devices)
+    pulls = tuple(e for e in made["ap.pull"] if e.outputs[0] in needed or e in sent)
     read_by = {a for of in (*made["ap.route"], *(_block(items[k]) for k in (*ids, *kept))) for a in of.inputs}
     commits = (e for item in items for e in _equations(item) if e.op in ("ap.commit", "ap.densify"))
     return Prefix(
@@ -127,6 +130,7 @@ def prefix_of(
         pulls,
         tuple(kept[::-1]),
         tuple(made["ap.fetch"]),
+        sent,
         tuple(known),
         expected if known else None,
         frozenset(v for of in (*made["ap.route"], *(_block(items[k]) for k in ids)) for v in of.outputs),

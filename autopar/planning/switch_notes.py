@@ -102,23 +102,27 @@ def prefetch_note(planned: PlannedStep) -> str:
 
 
 def prefetches(planned: PlannedStep) -> Sequence[str]:
-    """Returns texts on the next batch's rows that ranks ask for and fetch during a step, by tables on hosts."""
+    """Returns texts on the next batch's rows that are fetched, or copied to devices, during a step, by tables."""
     compiled, ran = planned.compiled, planned.compiled.as_run
     hosted = {f.family for f in ran.bound.families if f.on_hosts and not f.table.pulled}
-    if ran.bound.devices == 1 or not hosted or not compiled.analysed.new_states:
+    if not hosted or not compiled.analysed.new_states:
         return []
     usual, is_here = exchange(by_leaders=is_on(compiled.plan.optimize, "local")), everyone().size == ran.bound.devices
     pays = Ranks.hides_exchanges(usual) if is_here else True
+    is_alone = ran.bound.devices == 1
     when = ", once exchanges of ids and rows are found to take a sixth of the time" if pays is None else ""
+    if pays is False and is_alone:
+        return []  # rows are where the device computes
     if pays is False:
         return ["nothing is fetched ahead, as all ranks are on one machine, whose cores compute and exchange"]
-    if compiled.plan.reduction_backend != "mpi":
+    if compiled.plan.reduction_backend != "mpi" and not is_alone:
         return ["nothing is fetched ahead, as the devices of all ranks run their programs together"]
     items = known(compiled.program.segments).items
     exchanges = [e for item in items if isinstance(item, ExchangeSegment) for e in item.equations]
     pooled = {family_of(e) for e in exchanges if e.op == "ap.pool"}
     prefix = prefix_of(compiled.program, items, hosted)
-    fetched, asked = (set(map(family_of, of)) for of in ((prefix.fetches, prefix.routes) if prefix else ((), ())))
+    found = ((*prefix.fetches, *prefix.sent), prefix.routes) if prefix else ((), ())
+    fetched, asked = (set(map(family_of, of)) for of in found)
     if is_here and not usual.knows_lists:
         return ["nothing is fetched ahead, as node leaders fetch for several ranks"]
     paths: dict[str, list[str]] = {}
@@ -128,6 +132,8 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
             f"rows of the next batch are asked for beside a step, {to_date}and fetched as far as it doesn't write them"
             f"{when}"
         )
+        if is_alone:
+            text = "rows of the next batch are copied to the devices beside a step, as far as it doesn't write them"
         if space.family not in asked:
             text = "nothing is asked for ahead, as ids depend on the state"
         elif space.family not in fetched:

@@ -230,7 +230,7 @@ class HostRunner(Runner):
         (ahead, batch), self._last.ahead = self._last.ahead, None
         usable = 0
         if all(leaf() is leaves[k] for k, leaf in batch.items()):
-            is_same = ahead.segmented is self._last.segmented and ahead.fits and bool(ahead.fetched)
+            is_same = ahead.segmented is self._last.segmented and ahead.fits and ahead.has_rows
             is_same = is_same and all(ahead.versions.get(inputs[k]) == inputs[k].version for k in ahead.tables)
             as_expected = all(np.asarray(inputs[k]).tobytes() == x.tobytes() for k, x in ahead.entries.items())
             usable = 3 if is_same and as_expected else 2 if is_same else 1
@@ -239,7 +239,7 @@ class HostRunner(Runner):
             if usable > 1 and ahead.entries:
                 self._last.surprises = 0 if usable == 3 else self._last.surprises + 1
             if usable < 3:
-                ahead.fetched, ahead.caught = {}, {}
+                ahead.drop_rows()
             step.ahead = ahead
             step.routes |= ahead.running.routes
             step.needs |= ahead.running.needs

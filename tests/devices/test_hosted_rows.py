@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import autopar
+from autopar.backends.host.ranks import Ranks
 from tests.support.host_models import HOSTED, LOSSES, batch_of, start, step_of
+from tests.support.mpi.ahead_cases import ANYWHERE, assert_same_bits, batches, make, train
 
 
 @pytest.mark.parametrize(("loss", "examples", "devices"), [("normed", 16, 8), ("in_batch", 12, 4), ("looped", 7, 1)])
@@ -42,3 +47,14 @@ def test_callbacks_are_run_once() -> None:
     planned(state, batch)
     jax.effects_barrier()
     assert seen == [pytest.approx(float(batch["y"].sum()), abs=1e-4)]
+
+
+def test_rows_that_are_sent_ahead_reach_each_device() -> None:
+    results, sent = list[Any](), Ranks.sent
+    with ANYWHERE, mock.patch.object(Ranks, "sent", autospec=True, side_effect=sent) as reads:
+        for ahead in (False, True):
+            step, state = make("adagrad", "adamw")
+            results.append(train(step, state, batches(6), ahead=ahead))
+    assert_same_bits(*results)
+    assert step.latest is not None and step.latest.compiled.bound.rank_devices == 4
+    assert reads.call_count == (2 + 4) * 5

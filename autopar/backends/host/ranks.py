@@ -8,6 +8,7 @@ the *device* side on its examples.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,6 +42,11 @@ Placement = int | None
 EACH = -1
 #: Letters of a step's name in messages, which are short.
 _NAME = 24
+
+
+@functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
+def _with_rows(array: jax.Array, at: Array, rows: Array, axis: int) -> jax.Array:
+    return array.at[(slice(None),) * axis + (at,)].set(rows, mode="drop")
 
 
 class Ranks:
@@ -208,6 +214,22 @@ class Ranks:
             shape = (*shape[:axis], self.mesh.size * shape[axis], *shape[axis + 1 :])
         placed = [jax.device_put(x, d) for x, d in zip(parts, self.own_devices, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding(placement), placed)
+
+    def send(self, value: np.ndarray) -> list[jax.Array]:
+        """Begins to copy an array to each of the own devices."""
+        return [jax.device_put(value, device) for device in self.own_devices]
+
+    def sent(self, parts: Sequence[jax.Array], which: np.ndarray, rows: np.ndarray, axis: int) -> jax.Array:
+        """Returns what was sent, with other rows at some places, as an operand of device programs.
+
+        `which`: `[n]`, sorted numbers of rows; `rows`: these, along `axis`.
+        """
+        if which.size:  # to one of few lengths, so that few programs are compiled
+            spare = (1 << (which.size - 1).bit_length()) - which.size
+            at = np.append(which, np.full(spare, parts[0].shape[axis])).astype(np.int32)
+            rows = np.pad(rows, [(0, spare * (k == axis)) for k in range(rows.ndim)])
+            parts = [_with_rows(part, at, rows, axis) for part in parts]
+        return self.array_of(parts if self.is_single else [part[None] for part in parts], EACH)
 
     def everywhere(self, value: Leaf) -> jax.Array:
         """Puts a value that all ranks have on all devices."""

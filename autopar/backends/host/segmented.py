@@ -129,6 +129,17 @@ class Ahead:
     entries: dict[int, np.ndarray] = field(default_factory=dict)
     #: Pulls of deferred tables -> which rows the step before writes; and all, the others brought up to date.
     caught: dict[Equation, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
+    #: Pulls that devices read -> which rows the step before writes; and all, on each device.
+    sent: dict[Equation, tuple[np.ndarray, Sequence[jax.Array]]] = field(default_factory=dict)
+
+    @property
+    def has_rows(self) -> bool:
+        """Says whether rows were fetched or sent."""
+        return bool(self.fetched or self.sent)
+
+    def drop_rows(self) -> None:
+        """Leaves routes alone."""
+        self.fetched, self.caught, self.sent = {}, {}, {}
 
     @property
     def fits(self) -> bool:
@@ -185,10 +196,10 @@ class SegmentedProgram:
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeSegment) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
-        alone = ranks.is_joint or ranks.exchange.size == 1 or not ranks.exchange.knows_lists
-        found = [None if alone else prefix_of(program, items, self._layouts, deferred=own) for own in (False, True)]
+        nothing = ranks.is_joint or not ranks.exchange.knows_lists
+        found = [None if nothing else prefix_of(program, items, self._layouts, deferred=own) for own in (False, True)]
         #: What runs ahead, without and with deferred rows, if rows do: ids alone aren't worth that the ranks agree.
-        self._prefixes = [prefix if prefix is not None and prefix.fetches else None for prefix in found]
+        self._prefixes = [one if one is not None and (one.fetches or one.sent) else None for one in found]
         self._ids_ahead, self._by_item = list[_Action](), list(actions)
         prefix = self._prefixes[True]
         self._batch = () if prefix is None else tuple(k for k, v in enumerate(self._inputs) if v in prefix.inputs)
@@ -357,6 +368,11 @@ class SegmentedProgram:
             leaf, route = (running.values[a] for a in equation.inputs)
             running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
         written = {family: self._written(prefix, step, family) for family in map(_family, prefix.routes)}
+        for equation in prefix.sent:
+            which = np.flatnonzero(
+                np.isin(running.values[equation.inputs[1]].read, written[_family(equation.inputs[1])])
+            )
+            ahead.sent[equation] = which, self._ranks.send(running.values[equation.outputs[0]])
         later: dict[LogAhead, np.ndarray] = {}
         for log in prefix.logs:  # rows that this step writes are up to date by then
             route, stamped = running.values[log.stamps.inputs[1]], running.values[log.stamps.outputs[0]]
@@ -449,13 +465,18 @@ class SegmentedProgram:
             leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
         elif leaf in step.lagging:
             leaf.catch_up(route.rows[: route.count])
-        if step.ahead is None or equation not in step.ahead.caught:
-            return [leaf.pull(route.rows, route.count, route.spare, state)]
-        which, pulled = step.ahead.caught[equation]
-        count = int(which.searchsorted(route.count))
-        late = leaf.pull(route.rows[which], count, route.spare, state)
-        rows_first(pulled, axis)[which] = rows_first(late, axis)
-        return [pulled]
+
+        def late(which: np.ndarray) -> np.ndarray:
+            return leaf.pull(route.rows[which], int(which.searchsorted(route.count)), route.spare, state)
+
+        if step.ahead is not None and equation in step.ahead.caught:
+            which, pulled = step.ahead.caught[equation]
+            rows_first(pulled, axis)[which] = rows_first(late(which), axis)
+            return [pulled]
+        if step.ahead is not None and equation in step.ahead.sent:
+            which, sent = step.ahead.sent[equation]
+            return [self._ranks.sent(sent, which, late(which), axis)]
+        return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:
         first = _owned(equation, rows, route)

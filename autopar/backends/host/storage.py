@@ -73,7 +73,7 @@ class HostRows:
         """Sets all rows from a function of their numbers in the table; spare ones are copies of the last row."""
         for part in self.blocks():
             self.rows[part] = read(rows_in(self.layout, self.rank, part))
-        self._has_written()
+        self.has_written()
 
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date, those of the whole family."""
@@ -136,19 +136,20 @@ class HostRows:
 
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
         self.rows[rows[:count]] = rows_first(new, self.axis)[:count]
-        self._has_written()
+        self.has_written()
 
     def spread_last(self, new: np.ndarray) -> None:
         """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
-        self._has_written()
+        self.has_written()
 
     @property
     def version(self) -> int:
         """A number that is another one after each write to the rows, whoever writes them."""
         return self.write if self.stack is None else max(self.write, self.stack.write)
 
-    def _has_written(self) -> None:
+    def has_written(self) -> None:
+        """Gives the rows another version, after a write."""
         self.write = next(_WRITES)
         if self.stack is not None:
             self.stack.write = self.write
@@ -204,7 +205,7 @@ def stacked(members: Sequence[HostRows], layout: RowLayout, starts: Sequence[int
         part = stack.rows[start : start + len(member.rows)]
         np.copyto(part, member.rows)
         member.rows, member.stack, member.start = part, stack, start
-    stack._has_written()  # no member has a version again that it had before
+    stack.has_written()  # no member has a version again that it had before
     return stack
 
 

@@ -124,7 +124,7 @@ class HostLogPrograms(LogPrograms):
                 has_begun = True
                 for leaf, x in zip(leaves, new, strict=False):
                     leaf.commit(some, some.size, x)
-                stamps.rows[some] = ends[: some.size]
+                stamps.commit(some, some.size, ends)
         except BaseException as error:
             if has_begun:  # the update log's steps would be replayed a second time on these rows
                 for leaf in leaves:
@@ -142,6 +142,7 @@ class HostLogPrograms(LogPrograms):
         (stamps,), part, count = log.stamps, self.replay.part, len(self.replay.records)
         records = [np.concatenate([x[part:], x[part:]]) for x in log.steps[2 : 2 + count]]  # what is newer isn't read
         stamps.rows += np.where(stamps.rows < 0, dropped, -np.int32(part))
+        stamps.has_written()
         now = np.full((), part, np.int32)
         log.steps = [now, segment, *records, *segments]
         return [now, *map(np.copy, records)]

@@ -1,0 +1,127 @@
+"""In one process, rows of the next batch that are copied to the device beside a step: the same bits as without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.segmented import SegmentedProgram
+from tests.support.mpi.ahead_cases import ANYWHERE, OPTIMIZERS, Batch, assert_same_bits, batches, make, train
+
+
+@pytest.fixture(autouse=True)
+def _as_on_an_accelerator() -> Iterator[None]:
+    """CPUs send nothing ahead: rows are where they compute."""
+    with ANYWHERE:
+        yield
+
+
+def _sends(
+    given: Callable[[], Iterator[Batch]], between: Callable[[], Any] | None = None, *names: str, **options: Any
+) -> int:
+    """Trains with and without rows that are sent ahead, asserts that the bits are the same, and returns how many arrays
+    of rows a step read that had been sent."""
+    results, sent = list[Any](), Ranks.sent
+    with mock.patch.object(Ranks, "sent", autospec=True, side_effect=sent) as reads:
+        for ahead in (False, True):
+            step, state = make(*names, **options)
+            results.append(train(step, state, given(), ahead=ahead, between=between and between()))
+            assert ahead or not reads.called
+    assert_same_bits(*results)
+    return reads.call_count
+
+
+def test_the_bits_are_the_same() -> None:
+    """With optimizers whose rows wait as well, over steps in which their update logs are full four times."""
+    # Rows and slots of Adagrad, rows, two slots and stamps of AdamW, rows, one slot and stamps of momentum; none in the
+    # first step. When a log is full all its rows are brought up to date, or their stamps begin anew: nothing is used.
+    reads = _sends(lambda: batches(140), None, *OPTIMIZERS, clip=0.1)
+    assert reads == (2 + 4 + 3) * (140 - 1 - 4)
+
+
+def test_rows_that_a_step_writes_are_sent_again() -> None:
+    """Otherwise the numbers are others."""
+    step, state = make()
+    right = train(step, state, batches(8), ahead=False)
+    step, state = make()
+    with mock.patch.object(SegmentedProgram, "_written", lambda *_: np.zeros(0, np.int32)):
+        wrong = train(step, state, batches(8), ahead=True)
+    assert np.any(np.array(right[0]) != np.array(wrong[0]))
+
+
+def test_what_is_done_between_two_steps() -> None:
+    """An evaluation and reading leave rows that were sent as they are; another step writes to the table."""
+
+    def between() -> Any:
+        other, _ = make()
+        evaluate = autopar.parallelize(lambda params, ids: jnp.tanh(params["tables"]["adagrad"][ids]).sum())
+        ids = np.arange(12, dtype=np.int32)
+
+        def change(k: int, state: Any, batch: Any) -> tuple[Any, Any]:
+            if k == 3:
+                evaluate(state["params"], ids)
+                np.asarray(state["params"]["tables"]["adagrad"])
+            if k == 5:
+                state = other(state, batch)[0]
+            if k == 7:
+                batch = jax.tree.map(np.copy, batch)  # an equal one that nobody has announced
+            if k == 10:
+                state = jax.tree.map(jnp.asarray, autopar.materialize(state))
+            return state, batch
+
+        return change
+
+    # Nothing was sent of the first batch and of the one after an unannounced one; what was sent isn't used where the
+    # table was written.
+    assert _sends(lambda: batches(13), between) == 2 * (13 - 1 - 1 - 2 - 1)
+
+
+def test_rows_that_wait_and_are_read_between_two_steps() -> None:
+    def between() -> Any:
+        evaluate = autopar.parallelize(lambda params, ids: jnp.tanh(params["tables"]["adamw"][ids]).sum())
+
+        def change(k: int, state: Any, batch: Any) -> tuple[Any, Any]:
+            if k == 4:
+                evaluate(state["params"], np.arange(12, dtype=np.int32))
+            if k == 8:
+                np.asarray(state["params"]["tables"]["adamw"])
+            return state, batch
+
+        return change
+
+    assert _sends(lambda: batches(12), between, "adamw", clip=0.1) == 4 * (12 - 1 - 2)
+
+
+def test_other_numbers_of_rows() -> None:
+    """Rows that fit no program yet are sent once there is one."""
+
+    def given() -> Iterator[Batch]:
+        for k, batch in enumerate(batches(9)):
+            wide = np.arange(batch["ids"].size, dtype=np.int32).reshape(batch["ids"].shape) * (k % 4 + 1)
+            yield {"ids": batch["ids"] % 7 if k % 4 < 2 else wide, "y": batch["y"]}
+
+    assert 0 < _sends(given) < 2 * 8
+
+
+def test_a_copied_state_gets_rows_of_its_own() -> None:
+    """Every step copies its tables then."""
+    assert _sends(lambda: batches(4), donate=False) == 0
+
+
+def test_what_is_told() -> None:
+    step, state = make("adagrad", "adamw")
+    text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
+    named = (
+        "of params/tables/adagrad, params/tables/adamw rows of the next batch are copied to the devices beside a step"
+    )
+    assert named in text
+    with mock.patch.object(Ranks, "hides_exchanges", staticmethod(lambda exchange: False)):
+        assert "Batches of autopar.shard" not in str(autopar.explain(step, state, next(batches(1))))
