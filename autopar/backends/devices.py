@@ -176,6 +176,10 @@ class Mapped(OwnPart):
     def reduce(self, value: Array, op: str) -> Array:
         return reduce_over(op, value, self.axis)
 
+    def reduce_scatter(self, value: Array, along: int) -> Array:
+        """Adds up a value over the devices; each gets its shard of the sum."""
+        return jax.lax.psum_scatter(value, self.axis, scatter_dimension=along, tiled=True)
+
 
 def reduce_over(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
     """Reduces the devices' results over axes of the mesh, in `shard_map`; sums in float32 at least, rounded once."""

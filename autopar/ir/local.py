@@ -77,11 +77,12 @@ class Reduction:
     op: str
     nested: bool  #: It is inside a loop or branch.
     source: Source | None
+    in_shards: bool = False  #: Each device gets a shard of the result.
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a device's part, as it is sent."""
-        return sent_bytes(self.type, self.op)
+        """Bytes of an AllReduce that sends as much: a reduce-scatter of as many sends half."""
+        return sent_bytes(self.type, self.op) >> self.in_shards
 
 
 def sent_bytes(type_: ValueType, op: str) -> int:

@@ -181,6 +181,8 @@ class Forms(ZeroWriter, abc.ABC):
             return self.as_state(atom, wanted, source)
         if isinstance(wanted, Spread) and wanted.sums and have == replace(wanted, sums=False):
             return self._once_in_rank(new)
+        if isinstance(have, Partial) and isinstance(wanted, Spread) and self._can_scatter(atom, wanted):
+            return self._scattered(atom, wanted, source)
         if isinstance(have, Partial) and wanted is not None:
             return self._from_whole(self.whole(atom, source), atom, wanted)
         if isinstance(have, Partial):
@@ -188,6 +190,33 @@ class Forms(ZeroWriter, abc.ABC):
         if isinstance(have, Spread):
             new = self._whole_of_spread(new, atom, have, source)
         return self._from_whole(new, atom, wanted)
+
+    def _can_scatter(self, atom: Atom, wanted: Spread) -> bool:
+        """Says whether devices can reduce a partial sum of which each keeps a shard."""
+        shared = self.shared
+        if self.nested or shared.over or shared.bound.on_hosts or not wanted.owner or self.known(atom) is not None:
+            return False
+        return atom.shape[wanted.axis] % shared.parts(wanted) == 0 and not self.is_zero(self.read(atom))
+
+    def _scattered(self, atom: Atom, wanted: Spread, source: Equation | None) -> Atom:
+        """Returns a partial sum, an old value, reduced as shards; later reads get these."""
+        assert isinstance(atom, Var), "constants are whole"
+        early, _ = self.reduced_early.get(atom, (None, 0))
+        if early is not None and early.op == "transpose":
+            axis = early.params["permutation"][wanted.axis]
+            inputs = [self.as_state(early.inputs[0], wanted.moved(axis), source)]
+            self.write(replace(early, outputs=(atom,)), inputs, [wanted])
+        else:
+            where = source.source if source else None
+            self.shared.reductions.append(Reduction(atom.type, "sum", self.nested, where, in_shards=True))
+            part = self._unrounded(self.read(atom)) if is_short(atom.dtype) else self.read(atom)
+            type_, params = self._local_type(part.type, wanted), {"axis": wanted.axis}
+            total = self.emit(self.shared.op("reduce_scatter"), (part,), type_, params)
+            total = self._cast(total, atom.dtype, source) if is_short(atom.dtype) else total
+            self.env[atom] = total, wanted
+            self.shared.owned.add(total)
+        self.reduced.add(atom)
+        return self.read(atom)
 
     def _is_equal(self, a: Spread, b: Spread) -> bool:
         parts = self.shared.parts(a), self.shared.parts(b)

@@ -44,7 +44,7 @@ from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import StageExecutor
 
 #: Collectives of a plan's exchanges, and other ones of XLA.
-_EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
+_EXCHANGES, _OTHER = ("all-to-all", "all-gather"), "collective-permute"
 #: An upper bound may be exceeded by this factor.
 _SLACK = 1.08
 #: The "collective" of a pipeline's messages.
@@ -233,7 +233,7 @@ def compare_collectives(
     rows = [row for table in plan.families for row in _compare_reduction(table, found, bound)]
     rows += [row for op in _EXCHANGES for row in _compare_exchanges(plan, op, found, bound)]
     unplanned = None if _has_shards(plan) else 0
-    rows += [CheckRow(op, "arrays that XLA moves", unplanned, *found.take_all(op)) for op in _OTHERS]
+    rows.append(CheckRow(_OTHER, "arrays that XLA moves", unplanned, *found.take_all(_OTHER)))
     dense = _sizes_of([*plan.dense, *(t for t in plan.tables if not t.lifted)])
 
     def rest(op: str, what: str, sizes: Collection[int] | None = None) -> CheckRow:
@@ -241,6 +241,7 @@ def compare_collectives(
         return CheckRow(op, what, planned, *found.take_all(op, sizes), at_most=planned is not None)
 
     rows += [
+        rest("reduce-scatter", "gradients of leaves in shards"),
         rest("all-reduce", "gradients of dense leaves", dense),
         CheckRow("all-reduce", "as large as a whole table", 0, *found.take_all("all-reduce", _lifted_sizes(plan))),
         rest("all-reduce", "sums over examples"),
@@ -389,6 +390,8 @@ def _written(block: Block, devices: int, times: int) -> Iterator[Collective]:
     for equation in block.equations:
         if equation.op == "ap.reduce":
             yield from _reductions(equation, devices, times)
+        elif equation.op == "ap.reduce_scatter":
+            yield _collective("reduce-scatter", equation.outputs[0].type.nbytes, times)
         elif equation.op == "ap.replicate":
             yield _collective("all-gather", devices * equation.inputs[0].type.nbytes, times)
         for body in equation.bodies:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
 import autopar
+from autopar.jax_types import Pytree
 from autopar.measure.compiled_collectives import read_collectives
 from tests.support.dense_steps import HIDDEN, ROWS, WIDTH, make_state, step
 from tests.support.explained import explained
@@ -45,6 +48,38 @@ def test_shares_are_gathered_for_use_only() -> None:
     assert ("f32", (HIDDEN, 3)) in gathered
     whole = sum(x.nbytes for x in jax.tree.leaves(make_state()))
     assert compiled.memory_analysis().argument_size_in_bytes < 0.27 * whole
+
+
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_gradients_are_reduced_to_their_owners(is_clipped: bool) -> None:
+    """The squares that Adam and a norm take of them are computed of shards; what a product reads is gathered."""
+    clip = [optax.clip_by_global_norm(1e-2)] * is_clipped
+    optimizer = optax.chain(*clip, optax.adam(1e-2))
+
+    def train(state: Pytree, x: jax.Array) -> Pytree:
+        def loss_of(w: Pytree) -> jax.Array:
+            return jnp.mean(jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state[0])
+        updates, slots = optimizer.update(grads, state[1], state[0])
+        told = {"loss": loss, "similar": jnp.vdot(grads["b"] @ grads["b"], grads["b"])}
+        return (optax.apply_updates(state[0], updates), slots), told
+
+    def make() -> Pytree:
+        w = {name: jax.random.normal(jax.random.key(k), (64, 64)) for k, name in enumerate("ab")}
+        return w, optimizer.init(w)
+
+    x = jax.random.normal(jax.random.key(2), (16, 64))
+    planned, plain = autopar.parallelize(train, strategy={"**": "ps"}, mesh=mesh_of(4)), jax.jit(train)
+    sent = {row.collective: (row.compiled, row.planned) for row in autopar.check(planned, make(), x).rows}
+    mine, theirs = make(), make()
+    for _ in range(3):
+        (mine, a), (theirs, b) = planned(mine, x), plain(theirs, x)
+        same((mine, a), (theirs, b))
+    size = 64 * 64 * 4
+    # Three quarters of one leaf; of the other one, which a product reads as well, all is reduced.
+    assert sent["reduce-scatter"] == (3 * size // 4,) * 2
+    assert sent["all-reduce"][0] < 2 * 3 * size // 4 + 100
 
 
 def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
