@@ -6,7 +6,11 @@
 filled or dropped as before. Top-k mixtures of experts, the last token of a sentence and `put_along_axis` are written
 so; batched, they run in microbatches and on single devices.
 
-So do those whose indices are constants that keep to each example's own part of an array:
+An index that counts along columns, for which all others are the same, becomes a slice:
+
+  table[ids[..., None], jnp.arange(columns)]  ->  table[ids]
+
+Indices that are constants and keep to each example's own part of an array are batched, too:
 
   h.ravel()[jnp.arange(n)[:, None] * k + columns]                    ->  h.reshape(n, k)[:, columns]
   jax.ops.segment_sum(h.reshape(n * k, d), jnp.repeat(arange(n), k))  ->  a scatter of [n, k, d]
@@ -23,7 +27,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.counting import Constants, Counting
-from autopar.ir.program import Block, Equation, Program
+from autopar.ir.program import Atom, Block, Equation, Program
 from autopar.ir.writer import expand
 from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
@@ -64,7 +68,32 @@ class _Batch(Rewriter):
         self.count += bool(pairs) or part is not None
         if part is not None:
             return _in_parts(equation, part)
+        for dim, axis in pairs.items():
+            if len(pairs) == 1 and self._is_alike(equation, dim, axis):
+                return _sliced(equation, dim, axis) or _without(equation, pairs)
         return _without(equation, pairs) if pairs else [equation]
+
+    def _is_alike(self, equation: Equation, dim: int, axis: int) -> bool:
+        """Returns whether the index of every dimension but `dim` is the same along an axis of the indices."""
+        mapped = getattr(equation.params["dimension_numbers"], _names(equation).mapped)
+        kept = [k for k, d in enumerate(mapped) if d != dim]
+        return bool(kept) and all(self._is_repeated(equation.inputs[1], axis, k) for k in kept)
+
+    def _is_repeated(self, indices: Atom, axis: int, column: int) -> bool:
+        """Returns whether a component of index vectors is broadcast along an axis."""
+        made, last = self.made.get(indices), len(indices.shape) - 1
+        if made is None:
+            return False
+        if made.op == "concatenate" and made.params["dimension"] == last:
+            ends = np.cumsum([a.shape[last] for a in made.inputs])
+            part = int(np.searchsorted(ends, column, side="right"))
+            return self._is_repeated(made.inputs[part], axis, column - int(ends[part]) + made.inputs[part].shape[last])
+        if made.op != "broadcast_in_dim":
+            return False
+        (operand, *_), dims = made.inputs, made.params["broadcast_dimensions"]
+        if axis not in dims or operand.shape[dims.index(axis)] == 1:
+            return True
+        return last not in dims and self._is_repeated(operand, dims.index(axis), 0)
 
     def _own_part(self, equation: Equation) -> _OwnPart | None:
         """Returns a dimension of an array of examples, each with a part of it, in which each reads its own one."""
@@ -140,6 +169,37 @@ def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
 
     def access(operand: Leaf, indices: Leaf, *updates: Leaf) -> Leaf:
         return jax_compat.bind(equation.primitive, (operand, _columns(indices, kept), *updates), params)[0]
+
+    return expand(access, equation, equation.inputs, equation.outputs[0])
+
+
+def _sliced(equation: Equation, dim: int, axis: int) -> list[Equation] | None:
+    """Returns the equation with all of a dimension in place of an index that counts along an axis of the indices; None
+    if its results would have their axes in another order."""
+    numbers, names = equation.params["dimension_numbers"], _names(equation)
+    operand, values = equation.inputs[0], (equation.outputs[0] if equation.op == "gather" else equation.inputs[2])
+    window = "offset_dims" if equation.op == "gather" else "update_window_dims"
+    old, mapped, gone = (getattr(numbers, name) for name in (window, names.mapped, names.gone))
+    at = [d for d in range(len(values.shape)) if d not in old][axis]
+    before = [d for d in range(dim) if d not in gone and d not in numbers.operand_batching_dims]
+    new = tuple(sorted((*old, at)))
+    if new.index(at) != len(before):
+        return None
+    kept = [k for k, d in enumerate(mapped) if d != dim]
+    changed = {
+        window: new,
+        names.gone: tuple(d for d in gone if d != dim),
+        names.mapped: tuple(mapped[k] for k in kept),
+        names.batching: tuple(a - (a > axis) for a in getattr(numbers, names.batching)),
+    }
+    params = {**equation.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
+    if equation.op == "gather":
+        sizes = equation.params["slice_sizes"]
+        params["slice_sizes"] = (*sizes[:dim], operand.shape[dim], *sizes[dim + 1 :])
+
+    def access(operand: Leaf, indices: Leaf, *updates: Leaf) -> Leaf:
+        once = jax.lax.index_in_dim(_columns(indices, kept), 0, axis, keepdims=False)
+        return jax_compat.bind(equation.primitive, (operand, once, *updates), params)[0]
 
     return expand(access, equation, equation.inputs, equation.outputs[0])
 

@@ -45,6 +45,16 @@ BATCHED: dict[str, Callable[[Any, Any], Any]] = {
     "gradient": lambda h, i: jax.grad(lambda h: jnp.sum(jnp.sin(h[ROWS[:, None], i])))(h),
     "of a transposed": lambda h, i: h.swapaxes(0, 1)[i[:, 0], ROWS],
 }
+#: An index that counts beside others that are the same for all that it counts.
+SLICED: dict[str, Callable[[Any, Any], Any]] = {
+    "columns": lambda h, i: h[:, 0][i[..., None], jnp.arange(D)],
+    "columns first": lambda h, i: h[:, 0][i[:, 0], jnp.arange(D)[:, None]],
+    "of the middle": lambda h, i: h[i[:, :1] % N, jnp.arange(M)],
+    "beside two": lambda h, i: h[i[..., None] % N, i[..., None] % M, jnp.arange(D)],
+    "filled": lambda h, i: h[:, 0].at[i[..., None], jnp.arange(D)].get(mode="fill", fill_value=7),
+    "added": lambda h, i: h[:, 0].at[i[..., None], jnp.arange(D)].add(h[:, :2], mode="drop"),
+    "gradient": lambda h, i: jax.grad(lambda h: jnp.sum(jnp.sin(h[:, 0][i[..., None], jnp.arange(D)])))(h),
+}
 K = M * D
 COLUMNS = np.array([5, 0, 11, 5])
 #: Constants that keep to each example's own part, of `h` or of `h` and `i` laid out otherwise.
@@ -97,6 +107,16 @@ def test_batched(name: str) -> None:
     block, new, count = _made((BATCHED | OWN_PARTS)[name])
     accesses = [e for e in new.walk() if e.op == "gather" or e.op.startswith("scatter")]
     assert count == len(accesses) and all(e.params["dimension_numbers"].operand_batching_dims for e in accesses)
+    for a, b in zip(emit(block)(H, IDS), emit(new)(H, IDS), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("name", SLICED)
+def test_sliced(name: str) -> None:
+    block, new, count = _made(SLICED[name])
+    accesses = [e for e in new.walk() if e.op == "gather" or e.op.startswith("scatter")]
+    assert count == len(accesses) and not any(e.params["dimension_numbers"].operand_batching_dims for e in accesses)
+    assert all(e.inputs[1].shape[:-1] in (IDS.shape, (N,)) for e in accesses)
     for a, b in zip(emit(block)(H, IDS), emit(new)(H, IDS), strict=True):
         np.testing.assert_array_equal(a, b)
 
