@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
-from autopar.backends.indices import lengthened
+from autopar.backends.indices import as_bits, lengthened
 from autopar.ir.reductions import REDUCERS
 from autopar.jax_types import Array, Device, Leaf, Pytree, Sharding
 from autopar.launch.group import StoreGroup
@@ -171,7 +171,7 @@ class Mapped(OwnPart):
     """One device's view in `shard_map`."""
 
     def gathered(self, value: Array, along: int) -> Array:
-        return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
+        return as_bits(lambda x: jax.lax.all_gather(x, self.axis, axis=along, tiled=True), value)
 
     def reduce(self, value: Array, op: str) -> Array:
         return reduce_over(op, value, self.axis)

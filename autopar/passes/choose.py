@@ -19,6 +19,7 @@ from autopar.errors import PlanError, StrategyError
 from autopar.ir.cluster import STATE_SHARE, state_budget
 from autopar.ir.figures import format_bytes, wire_bytes
 from autopar.ir.layout import RowLayout, even_axis
+from autopar.ir.local import sent_bytes
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan, TensorGroupPlan, TensorPlan
@@ -395,7 +396,8 @@ def shard_dense(
         slots = f", {len(shards) - 1} slot{'s' * (len(shards) > 2)} with it" if len(shards) > 1 else ""
         use = "looked up at its owners" if shards & tables else "gathered for use"
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
-        sent = dict.fromkeys(("ps", "allreduce"), 2 * int(wire_bytes("all-gather", devices, type_.nbytes)))
+        value, gradient = (int(wire_bytes("all-gather", devices, n)) for n in (type_.nbytes, sent_bytes(type_, "sum")))
+        sent = {"ps": value + gradient, "allreduce": 2 * gradient}
         plans[named] = replace(
             dense_plan(program, named, sharded=True, unchanged=named in program.unchanged), reason=reason, sent=sent
         )

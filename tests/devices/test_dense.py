@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -80,6 +81,20 @@ def test_gradients_are_reduced_to_their_owners(is_clipped: bool) -> None:
     # Three quarters of one leaf; of the other one, which a product reads as well, all is reduced.
     assert sent["reduce-scatter"] == (3 * size // 4,) * 2
     assert sent["all-reduce"][0] < 2 * 3 * size // 4 + 100
+
+
+def test_short_floats_are_gathered_as_they_are() -> None:
+    """XLA on CPUs would send them as float32."""
+
+    def train(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    w, x = (jax.random.normal(jax.random.key(k), (64, 64), jnp.bfloat16) for k in range(2))
+    planned = autopar.parallelize(train, strategy={"*": "ps"}, mesh=mesh_of(4), donate=False)
+    check = autopar.check(planned, w, x)
+    (sent,) = (row.compiled for row in check.rows if row.collective == "all-gather")
+    assert check.ok and sent == 64 * 64 * 2 * 3 // 4
+    np.testing.assert_allclose(np.float32(planned(w, x)), np.float32(jax.jit(train)(w, x)), rtol=1e-2)
 
 
 def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
