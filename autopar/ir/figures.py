@@ -123,9 +123,9 @@ def bucket_size(need: int, limit: int, grown: int = 0) -> int:
 
     Products for distinct rows run over the whole bucket, so it begins with a sixteenth more than is needed. Each time
     it was too small (`grown` times), the next has twice that headroom, up to all of it, so that growing batches are
-    compiled only a few times.
+    compiled only a few times. Numbers of random rows spread by their root, or less: twice that is left at least.
     """
-    return rounded_size(need + (need << min(grown, 4)) // 16, limit)
+    return rounded_size(need + max((need << min(grown, 4)) // 16, 2 * math.isqrt(need)), limit)
 
 
 def rounded_size(need: int, limit: int) -> int:

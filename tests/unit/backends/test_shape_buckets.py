@@ -35,6 +35,19 @@ def test_what_does_not_fit_gets_a_larger_bucket() -> None:
     assert made.grow(needs(639, 9_990)).rows == LIMITS, "never more than the limit"
 
 
+@pytest.mark.parametrize("ids", [80, 160, 320])
+def test_random_batches_seldom_outgrow_the_bucket_of_the_first_one(ids: int) -> None:
+    """Of few ids, a sixteenth more than the first batch needed would be outgrown by most trainings."""
+    outgrown = 0
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).zipf(1.3, (50, ids)).clip(max=20_000)
+        rows = [np.unique(batch).size for batch in drawn]
+        made = ShapeBuckets({0: (2, 1)}, {0: (20_000, ids)})
+        first = made.grow({0: (rows[0], rows[0])})
+        outgrown += not all(first.fits({0: (n, n)}) for n in rows)
+    assert outgrown <= 5
+
+
 def test_bucket_that_was_outgrown_is_kept() -> None:
     made = buckets()
     small = made.grow(needs(100))
