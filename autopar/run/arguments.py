@@ -391,7 +391,8 @@ def call_difference(old: Call, new: Call) -> str | None:
         if type(before) is not type(now) or before != now:
             which = f"argument {key}" if isinstance(key, int) else key
             return f"a static argument changed: {which} was {reprlib.repr(before)} and is {reprlib.repr(now)}"
-    return "a static argument changed" if old.key[0] != new.key[0] else None
+    given = {key for key, *_ in old.key[0]} ^ {key for key, *_ in new.key[0]}
+    return f"a static argument changed: {', '.join(map(str, given))}, which one call isn't given" if given else None
 
 
 def _structure_difference(old: PyTreeDef, new: PyTreeDef) -> str:

@@ -221,6 +221,24 @@ def test_a_static_argument_that_changes_is_named(monkeypatch: Any) -> None:
         step(table, BATCH, 4)
 
 
+def test_the_strategy_of_a_step_is_for_calls_that_train() -> None:
+    """Without a state, paths have the argument's name before them."""
+
+    def step(state: Any, ids: Any, *, train: bool = True) -> Any:
+        value = loss_of(state["table"], ids)
+        return (jax.tree.map(lambda x: x - 0.1 * value, state) if train else state), value
+
+    for strategy in ({"table": "ps"}, {"table": ("ps", "hosts")}):
+        planned = autopar.parallelize(step, strategy=strategy, static_argnames="train")
+        state, _ = planned({"table": make_table()}, IDS)
+        wanted = float(loss_of(np.asarray(state["table"]), IDS))
+        with pytest.warns(autopar.RecompileWarning, match="static argument changed: train, which one call isn't given"):
+            _, value = planned(state, IDS, train=False)
+        np.testing.assert_allclose(float(value), wanted, rtol=1e-6)
+    with pytest.raises(autopar.StrategyError, match="'tabel' matches no parameter"):
+        autopar.parallelize(step, strategy={"tabel": "ps"}, static_argnames="train")({"table": make_table()}, IDS)
+
+
 def test_a_train_state_with_another_optimizer_is_named() -> None:
     def state(rate: float) -> Any:
         return TrainState.create(apply_fn=loss_of, params={"table": make_table()}, tx=optax.sgd(rate))
