@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import jax.numpy as jnp
@@ -32,6 +33,10 @@ LAZY = "sparse='lazy' moves only the touched rows, which is another function"
 OWN_IDS = "compute the ids first, from what is no row of this table, or from a copy of it that the step doesn't update"
 _ROWS_FIRST = "look up rows first (t[ids]), and compute the rest of these alone, where that is the same"
 _OWN_NUMBERS = "look up rows by their own numbers in the table as it is stored, t[ids]"
+_LEAF_BY_LEAF = (
+    f"{_OWN_NUMBERS}; make norms and updates leaf by leaf (optax.tree.norm, jax.tree.map), not of one vector of all "
+    "parameters (ravel_pytree)"
+)
 
 #: Operation that loses a table's rows -> the reason, and what to write instead.
 LOST: Mapping[str, tuple[str, str]] = {
@@ -366,7 +371,8 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     for axis, size in enumerate(new):
         if size == old[value.axis] and math.prod(new[:axis]) == before:
             return [Row(axis, value.family, constant_or_unknown(value.untouched))]
-    raise Mixes(*LOST["reshape"], kind="lost")
+    reason, remedy = LOST["reshape"]
+    raise Mixes(reason, _LEAF_BY_LEAF if len(new) == 1 else remedy, kind="lost")
 
 
 #: The remedy for one table made of several.
@@ -658,9 +664,14 @@ def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Anal
         raise Mixes("a scatter of rows of a table", kind="scatter")
     if not free and not (isinstance(operand, Row) and operand.axis == axis):
         raise Mixes("a scatter of rows of a table into something else", kind="scatter")
-    untouched_values = [untouched_of(equation.inputs[0], operand, axis), update.untouched]
-    family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])
-    return [Row(axis, family, untouched_values[0] if all(map(is_zero, untouched_values)) else UNKNOWN)]
+    return _onto(equation.inputs[0], operand, replace(update, axis=axis), analysis)
+
+
+def _onto(operand: Atom, value: Value, written: Row, analysis: Analysis) -> Sequence[Value]:
+    """Returns columns of all rows (`written`) that are written to an operand."""
+    untouched_values = [untouched_of(operand, value, written.axis), written.untouched]
+    family = analysis.unite([v for v in (value, written) if isinstance(v, Row)])
+    return [Row(written.axis, family, untouched_values[0] if all(map(is_zero, untouched_values)) else UNKNOWN)]
 
 
 def _single_rows(equation: Equation) -> set[int]:
@@ -696,9 +707,11 @@ def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
 
 def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     operand, update = equation.inputs[0], equation.inputs[1]
-    value = values[0]
-    if any(isinstance(v, Row) for v in values[1:]):
-        raise Mixes("a dynamic_update_slice of rows of a table")
+    value, written, *starts = values
+    if any(isinstance(v, Row) for v in starts):
+        raise Mixes("a dynamic_update_slice at rows of a table")
+    if isinstance(written, Row):
+        return _write_columns(equation, value, written, analysis)
     short = [d for d in range(len(operand.shape)) if update.shape[d] != operand.shape[d]]
     if isinstance(value, Row):
         if short != [value.axis]:
@@ -710,6 +723,15 @@ def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: 
     else:
         return [None]
     return _pushed(equation, axis, family, untouched, analysis)
+
+
+def _write_columns(equation: Equation, value: Value, written: Row, analysis: Analysis) -> Sequence[Value]:
+    """Writes columns of all rows (the transpose of a slice of columns, or of one of several stacked tables)."""
+    axis, (operand, update, *_) = written.axis, equation.inputs
+    together = axis in value.axes if isinstance(value, Free) else isinstance(value, Row) and value.axis == axis
+    if operand.shape[axis] != update.shape[axis] or not together:
+        raise Mixes("a dynamic_update_slice of rows of a table", _WRITE_ROWS)
+    return _onto(operand, value, written, analysis)
 
 
 def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:

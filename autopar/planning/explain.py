@@ -346,7 +346,7 @@ class Explanation:
         if not self.rows:  # an evaluation
             yield Text.assemble(
                 (f"Plan of {self.name}", "bold"),
-                ": the step returns no argument updated, so there is no state: it runs as under jax.jit. If an "
+                ": the step returns no argument updated, as far as autopar can follow: it runs as under jax.jit. If an "
                 "argument is state, name it with parallelize(step, state_argnums=...)",
             )
             yield from self.notes

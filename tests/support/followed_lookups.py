@@ -115,6 +115,17 @@ def _hard_negatives(state: Any, batch: Any, candidates: Any, **mode: Any) -> Any
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), loss
 
 
+def one_of_two(state: Any, batch: Any) -> Any:
+    """Rows of the table that the batch names."""
+
+    def loss_fn(state: Any) -> Any:
+        both = jnp.stack([state["table"], state["users"]])
+        return jnp.square(both[batch["pick"][0] % 2][batch["ids"]]).sum()
+
+    loss, gradient = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), loss
+
+
 def shared_candidates(state: Any, batch: Any) -> Any:
     return _hard_negatives(state, batch, batch["shared"])
 
@@ -301,6 +312,7 @@ STEPS: Mapping[str, Any] = {
     "double Q-learning in turns": _in_turns(double_q, 2),
     "Q-learning, one by one": _in_turns(_q_of_rows, BATCH),
     "Q-learning by gradient, one by one": _in_turns(_q_by_gradient, BATCH),
+    "one of two tables": one_of_two,
     "shared candidates": shared_candidates,
     "candidates of each example": own_candidates,
     "candidates, clipped": clipped_candidates,

@@ -30,7 +30,7 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
         row = lifting.row(atom)
         if row is not None:
             inputs.append(scope.at_rows(atom, row.axis, row.family))
-        elif equation.op in ALIGNED or (k == 0 and equation.op.startswith("scatter")):
+        elif equation.op in ALIGNED or (k == 0 and equation.op.startswith(("scatter", "dynamic_update_slice"))):
             inputs.append(scope.at_rows(atom, result.axis, result.family))
         else:
             inputs.append(scope.get(atom))

@@ -120,6 +120,9 @@ def _dynamic_slices(r: Rows) -> None:
 def _dynamic_updates(r: Rows) -> None:
     for base in (r.t, r.g + 1, jnp.zeros_like(r.t)):
         lax.dynamic_update_slice(base, r.up[:1], (r.ids[1], jnp.int32(0)))
+    for base in (r.t, r.g, r.g + 1, jnp.zeros_like(r.t), jnp.ones_like(r.t)):
+        for columns in (r.t[:, :1], r.g[:, 1:], r.g[:, :2] + 1):
+            lax.dynamic_update_slice(base, columns, (r.ids[1], r.ids[0]))
 
 
 def _pads(r: Rows) -> None:
