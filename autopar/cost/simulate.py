@@ -185,8 +185,7 @@ def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
     rows = math.ceil(min(table.rows(1), table.sizes.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
     own = table.sizes if table.hosted else table.sizes.by_rows()
-    # By segments all ranks' bags are a rank's, few of which have ids of it.
-    bags = own.bags * devices // own.devices if own.bags_filled is not None else own.bags
+    bags = own.bags + own.bags_of_all * devices // own.devices - own.bags_of_all
     sizes = replace(own, devices=devices, requested=rows, owned=math.ceil(busy), capacity=0, checks=False, bags=bags)
     return _with_fewer_bytes(sizes, "hosts", HOSTED)
 

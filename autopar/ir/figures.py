@@ -166,8 +166,9 @@ class Sizes:
     bag_id_bytes: int = 0  #: Bytes that tell an owner of an id in a bag; on hosts, its weight's among them.
     bag_count_bytes: int = 0  #: Bytes that tell each owner how many of a bag's ids are its own.
     bag_weight: int = 0  #: On devices, bytes of the weight of an id in a bag.
-    #: The most of these in which a rank has ids, where the batch says which bag each id is in; None: all.
-    bags_filled: int | None = None
+    #: How many of these are the bags of all ranks, because the batch says which bag each id is in.
+    bags_of_all: int = 0
+    bags_filled: int | None = None  #: The most bags in which a rank has ids, if some are those of all ranks; None: all.
     #: On hosts, the share of rows that crosses machines where what ranks of a machine want alike does so once.
     crossing: float = 1.0
     #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
@@ -202,9 +203,9 @@ class Sizes:
     def with_ids(self, ids: int) -> Sizes:
         """Returns the sizes of a step in which each device looks up so many ids, in bags of as many as before."""
         scale = ids / self.ids if self.ids else 1.0
-        bags, placed = math.ceil(scale * self.bags), math.ceil(scale * self.bag_ids)
+        bags, of_all, placed = (math.ceil(scale * x) for x in (self.bags, self.bags_of_all, self.bag_ids))
         filled = None if self.bags_filled is None else math.ceil(scale * self.bags_filled)
-        return replace(self, ids=ids, bags=bags, bags_filled=filled, bag_ids=placed)
+        return replace(self, ids=ids, bags=bags, bags_of_all=of_all, bags_filled=filled, bag_ids=placed)
 
     def on_devices(self) -> Sizes:
         """Returns the static sizes on devices of a table on hosts, whose messages are only as long as they must be."""
@@ -217,7 +218,8 @@ class Sizes:
 
     def by_rows(self) -> Sizes:
         """Returns the sizes of a table whose rows travel, in place of bags."""
-        return replace(self, bags=0, bag_ids=0, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0, bags_filled=None)
+        no_bags = replace(self, bags=0, bags_of_all=0, bags_filled=None, bag_ids=0)
+        return replace(no_bags, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0)
 
 
 # --- figures for people ---

@@ -478,7 +478,8 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
         return sizes, ""
     n = choices.devices
     # Segments may put a rank's ids into the bags of all.
-    count = sum(one.count if one.segments is not None else one.count // n for one in bags)
+    of_all = sum(one.count for one in bags if one.segments is not None)
+    count = of_all + sum(one.count // n for one in bags if one.segments is None)
     filled = sum(_filled(program, one, choices) for one in bags)
     placed = sum(one.placed for one in bags) // n
     number = 2 if sizes.requested <= 1 << 16 else 4  # which of the rows that were asked for
@@ -491,7 +492,8 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
         bag_ids=placed,
         bag_id_bytes=number + weight,
         bag_count_bytes=counted,
-        bags_filled=filled if any(one.segments is not None for one in bags) else None,
+        bags_of_all=of_all,
+        bags_filled=filled if of_all else None,
     )
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:

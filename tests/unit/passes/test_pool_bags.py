@@ -89,7 +89,7 @@ def test_segments_pay_by_the_bags_that_a_rank_has_ids_in() -> None:
     for sizes, key in ((ordered, "bag"), (mixed, "mixed")):
         there = [np.unique(part[(part >= 0) & (part < EXAMPLES)]).size for part in np.split(batch[key], 2)]
         assert (sizes.bags, sizes.bags_filled or EXAMPLES) == (EXAMPLES, max(there))
-        assert sizes.bag_sums == 2 * max(there)
+        assert sizes.bag_sums == 2 * max(there) and sizes.bags_of_all == sizes.bags
     assert ordered.bag_sums < mixed.bag_sums
     unknown = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
     tables = planned_for(2, forms, (8, 9), batch=unknown).compiled.plan.tables

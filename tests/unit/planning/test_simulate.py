@@ -401,13 +401,16 @@ def test_owners_add_up_bags_while_that_sends_fewer_bytes(hosted: bool) -> None:
     assert "send rows" in names and "send sums" not in names
 
 
-def test_bags_by_segments_are_those_of_all_ranks() -> None:
-    """Each rank is told how many ids of all bags are its own, and gets sums of those that have ids of another."""
-    bags = {"bags": 80, "bags_filled": 21, "bag_ids": 1000, "bag_id_bytes": 2, "bag_count_bytes": 1, "devices": 4}
-    pooled = dataclasses.replace(LOAD, sizes=dataclasses.replace(LOAD.sizes, **bags), hosted=True)
+@pytest.mark.parametrize("own", [0, 30])
+def test_bags_by_segments_are_those_of_all_ranks(own: int) -> None:
+    """Each rank is told how many ids of all bags are its own, and gets sums of those that have ids of another. `own`:
+    bags beside them that are a rank's own, of which there are as many for any number of ranks."""
+    bags = {"bags": 80 + own, "bags_of_all": 80, "bags_filled": 21 + own, "bag_ids": 1000, "devices": 4}
+    each = {"bag_id_bytes": 2, "bag_count_bytes": 1}
+    pooled = dataclasses.replace(LOAD, sizes=dataclasses.replace(LOAD.sizes, **bags, **each), hosted=True)
     for ranks in (4, 8):
-        sizes = host_sizes_at(pooled, ranks)
-        assert (sizes.bags, sizes.bag_sums, sizes.bag_bytes) == (20 * ranks, 21 * ranks, 2000 + ranks * 20 * ranks)
+        sizes, count = host_sizes_at(pooled, ranks), 20 * ranks + own
+        assert (sizes.bags, sizes.bag_sums, sizes.bag_bytes) == (count, (21 + own) * ranks, 2000 + ranks * count)
 
 
 def test_what_is_switched_off_costs_what_it_sends() -> None:
