@@ -128,9 +128,9 @@ def _undivided_batch(planned: PlannedStep) -> Iterator[str]:
     """Yields a warning on a batch that every device computes as a whole."""
     devices, examples = planned.compiled.plan.devices, undivided(planned)
     if examples >= MANY * devices and examples % devices:
-        fewer = examples - examples % devices
+        fewer, what = examples - examples % devices, "ranks" if planned.compiled.plan.on_hosts else "devices"
         yield (
-            f"{devices} devices don't divide a batch of {examples}, so each of them computes all of it. Give batches "
+            f"{devices} {what} don't divide a batch of {examples}, so each of them computes all of it. Give batches "
             f"of {fewer} or {fewer + devices}; autopar.shard(..., last='pad') fills up those at the end of an epoch"
         )
 

@@ -330,7 +330,7 @@ def check_a_batch_that_ranks_do_not_divide() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", autopar.SlowPlanWarning)
         step(case.state, case.batches(0))
-    text = f"{RANKS} devices don't divide a batch of {16 * RANKS + 1}"
+    text = f"{RANKS} ranks don't divide a batch of {16 * RANKS + 1}"
     told = [str(w.message) for w in caught if text in str(w.message)]
     assert len(told) == (RANKS > 1) and all(f"{16 * RANKS} or {17 * RANKS}" in line for line in told), caught
 
