@@ -14,7 +14,7 @@ from autopar.ir.layout import RowLayout
 from autopar.jax_types import Index
 from autopar.launch.progress import PROGRESS, MarkKind
 from autopar.mpi.machines import exchange
-from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
+from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, is_traced
 
 #: Rows that are read at a time, so that reading a table needs little memory beside the result.
 _BLOCK_ROWS = 1 << 16
@@ -123,8 +123,10 @@ class HostTable(PlacedLeaf):
             table[numbers] = self.read_rows(numbers)
         return np.moveaxis(table, 0, self.axis)
 
-    def __getitem__(self, index: Index) -> np.ndarray:
+    def __getitem__(self, index: Index) -> np.ndarray | jax.Array:
         """Indexes it as an array. Rows picked by numbers are read by themselves. Collective."""
+        if is_traced(index):
+            return jax.numpy.asarray(self)[index]
         numbers = index[0] if isinstance(index, tuple) else index
         picks = isinstance(numbers, (int, np.integer)) or (
             isinstance(numbers, (np.ndarray, jax.Array)) and np.issubdtype(numbers.dtype, np.integer)

@@ -273,6 +273,11 @@ class StandingLeaf(TableLeaf, Generic[P]):
         return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
 
+def is_traced(index: Index) -> bool:
+    """Returns whether rows are picked by numbers that a trace knows alone."""
+    return any(isinstance(x, jax_compat.Tracer) for x in (index if isinstance(index, tuple) else (index,)))
+
+
 def _orbax_handler(handlers: Any) -> Any:
     """Returns what writes leaves into Orbax's PyTree checkpoints, as arrays. `handlers`: Orbax's module of them."""
 

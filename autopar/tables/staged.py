@@ -16,7 +16,7 @@ from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Index, Pytree, Sharding
 from autopar.launch.group import everyone
-from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied, require_dtype
+from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied, is_traced, require_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +170,9 @@ class StageArray(PlacedLeaf):
             everyone().share(array.reshape(-1).view(np.uint8), part.ranks[0])
         return array
 
-    def __getitem__(self, index: Index) -> np.ndarray:
+    def __getitem__(self, index: Index) -> np.ndarray | jax.Array:
         """Indexes it as an array. Collective."""
-        return self._on_host()[index]
+        return jax.numpy.asarray(self)[index] if is_traced(index) else self._on_host()[index]
 
     @property
     def _where(self) -> str:

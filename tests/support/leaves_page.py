@@ -117,6 +117,7 @@ OPERATIONS: Mapping[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "jax.lax.top_k(x, 2)": (lambda x: jax.lax.top_k(x, 2)[0], lambda x: -np.sort(-x, axis=-1)[..., :2]),
     "jax.jit(f)(x)": (lambda x: _doubled(x), lambda x: 2 * x),
     "jax.vmap(f)(x)": (lambda x: jax.vmap(jnp.sum)(x), lambda x: x.reshape(len(x), -1).sum(1)),
+    "jax.vmap(lambda k: x[k])(ids)": (lambda x: jax.vmap(lambda k: x[k])(jnp.array([2, 0])), lambda x: x[[2, 0]]),
     "jax.grad(f)(x)": (lambda x: jax.grad(lambda x: (x**2).sum())(x), lambda x: 2 * x),
     "jax.jit(lambda y: y * jnp.sin(x))(y)": (lambda x: jax.jit(lambda y: y * jnp.sin(x))(2.0), lambda x: 2 * np.sin(x)),
 }
