@@ -31,7 +31,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from autopar.errors import ArgumentsError
+from autopar.errors import ArgumentsError, AutoparError
 from autopar.jax_types import Comm, Leaf, Request
 from autopar.mpi.buffers import ALIGNMENT, Buffers, aligned
 from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, swap
@@ -40,6 +40,8 @@ from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting
 FIRST_IDS = 2047
 #: The first tag of messages for a purpose, behind those of rings, and their number; MPI has 32,768 of them at least.
 _FIRST_TAG, _TAGS = 100, 32_000
+#: Numbers that mark sums of a purpose; those of all ranks add up to less than 2^24, which a float32 holds.
+_MARKS = 251
 #: What `Exchange.swap` counts bytes by.
 Kind = Literal["ids", "rows", "gradients"]
 
@@ -136,7 +138,7 @@ class Exchange:
     @contextlib.contextmanager
     def purpose(self, name: str) -> Iterator[None]:
         """Takes messages only of ranks that exchange for the same purpose: others wait, in place of taking what isn't
-        meant for them."""
+        meant for them. A sum with others is an error."""
         mine = self._tag, self.near._tag
         self._tag = self.near._tag = _FIRST_TAG + zlib.crc32(name.encode()) % _TAGS
         try:
@@ -237,12 +239,16 @@ class Exchange:
 
         Raises:
           ArgumentsError: there is no such reduction of such elements, or `memory` is too small.
+          AutoparError: a sum of floats met one of another `purpose`.
         """
         arrays = [np.asarray(a) for a in arrays]
-        specs = tuple((a.shape, a.dtype) for a in arrays)
-        plan = packing(specs, op)
+        sent = packing(_specs(arrays), op).sent
         if self.size == 1:
             return arrays
+        mark = self._mark(arrays, op)
+        arrays += mark
+        specs = _specs(arrays)
+        plan = packing(specs, op)
         if memory is None:
             memory = aligned(plan.nbytes, np.uint8)
         elif memory.dtype != np.uint8 or memory.ndim != 1 or memory.size < plan.nbytes:
@@ -255,12 +261,23 @@ class Exchange:
             pack(segment, arrays, flat)
             self._all_reduce(flat, segment.op, beside)
             unpack(segment, specs, flat, results)
-        self.sent_bytes["reduce"] += plan.sent
+        self.sent_bytes["reduce"] += sent
+        for own in mark:
+            if results.pop() != self.size * own:
+                raise AutoparError(
+                    "sums of this rank met those of another step: ranks called different steps at the same moment. "
+                    "Call steps in the same order on all ranks"
+                )
         return results
+
+    def _mark(self, arrays: Sequence[Leaf], op: str) -> list[np.ndarray]:
+        """Returns a number that tells by its sum whether all ranks add up for the same purpose: one or none."""
+        exact = [np.dtype(a.dtype) for a in arrays if np.dtype(a.dtype) in (np.float32, np.float64)]
+        return [np.full((), 1 + self._tag % _MARKS, dtype) for dtype in exact[:1]] if op == "sum" else []
 
     def packed_bytes(self, arrays: Sequence[Leaf], op: str = "sum") -> int:
         """Returns the bytes of memory that `reduce` needs for such arrays."""
-        return packing(tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays), op).nbytes
+        return packing(_specs([*arrays, *self._mark(arrays, op)]), op).nbytes
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
         """Returns every rank's array, in order; only the lengths may differ."""
@@ -438,6 +455,10 @@ class Packing:
     segments: tuple[Segment, ...]
     nbytes: int
     sent: int
+
+
+def _specs(arrays: Sequence[Leaf]) -> tuple[Spec, ...]:
+    return tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays)
 
 
 @functools.lru_cache(maxsize=64)

@@ -221,5 +221,5 @@ def what_is_refused(exchange: Exchange) -> None:
     refuses(lambda: exchange.reduce([np.array(["a"])]), "no sum over ranks of <U1")
     if exchange.size > 1:
         for memory in (np.empty(23, np.uint8), np.empty(3), np.empty((24, 1), np.uint8)):
-            refuses(lambda memory=memory: exchange.reduce([np.ones(3)], memory=memory), "with at least 24 elements")
+            refuses(lambda memory=memory: exchange.reduce([np.ones(3)], memory=memory), "with at least 72 elements")
     refuses(lambda: Exchange(0, exchange.size + 1, None), "needs a communicator")

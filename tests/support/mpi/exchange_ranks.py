@@ -16,7 +16,10 @@ from tests.support.mpi import exchange_cases, leader_cases, reduction_cases
 from tests.support.mpi.exchange_truth import Case
 
 DIRECT: Mapping[str, Case] = {**exchange_cases.CASES, **reduction_cases.CASES}
-REDUCED = {name: reduction_cases.CASES[name] for name in ("reductions", "not_a_number", "sums_of_integers")}
+REDUCED = {
+    name: reduction_cases.CASES[name]
+    for name in ("reductions", "not_a_number", "sums_of_integers", "sums_of_several_steps")
+}
 BY_LEADERS: Mapping[str, Case] = {**exchange_cases.CASES, **leader_cases.CASES}
 
 

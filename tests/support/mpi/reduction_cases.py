@@ -7,7 +7,7 @@ from functools import reduce as fold
 import ml_dtypes
 import numpy as np
 
-from autopar.errors import HostMemoryError
+from autopar.errors import AutoparError, HostMemoryError
 from autopar.mpi import machines
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import FIRST_IDS, Exchange
@@ -69,6 +69,25 @@ def sums_of_integers(exchange: Exchange) -> None:
             (found,) = exchange.reduce([mine])
             assert np.array_equal(found, exchange.size * (exchange.size + 1) // 2 * np.arange(length)), length
     exchange.limit = usual
+
+
+@case
+def sums_of_several_steps(exchange: Exchange) -> None:
+    """Those of one step are added up; what several steps add up at the same moment is an error on each rank."""
+    mine = np.arange(1000, dtype=np.float32)
+    for beside in (False, True):
+        with exchange.purpose("a step"):
+            (found,) = exchange.reduce([mine], beside=beside)
+        assert np.array_equal(found, exchange.size * mine)
+        with exchange.purpose(f"step {exchange.rank == 0}"):
+            try:
+                exchange.reduce([mine], beside=beside)
+            except AutoparError as error:
+                assert exchange.size > 1 and "another step" in str(error)
+            else:
+                assert exchange.size == 1, "sums of two steps were mixed"
+    (found,) = exchange.reduce([mine])
+    assert np.array_equal(found, exchange.size * mine)
 
 
 def _reduces(dtype: np.dtype, op: str) -> bool:
