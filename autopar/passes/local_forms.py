@@ -163,6 +163,11 @@ class Forms(ZeroWriter, abc.ABC):
         """Partial sums stay so wherever they can, so that a loop adds them up and ends with one reduction."""
         return self.nested
 
+    @property
+    def rounds_once(self) -> bool:
+        """Sums of 8 and 16 bits are rounded after their reduction, as on one device."""
+        return not self.delays_sums
+
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
         """Rewrites a nested block, whose inputs are in these states; also returns its new inputs."""
@@ -310,7 +315,7 @@ class Forms(ZeroWriter, abc.ABC):
         if self.shared.reduces_by_mpi and not owners:
             new = self.reduce_in_rank(new, op)
         ranks = {"ranks": True} if owners and self.shared.bound.on_hosts else {}
-        if op == "sum" and not self.delays_sums and is_short(new.dtype):
+        if op == "sum" and self.rounds_once and is_short(new.dtype):
             wide = self._unrounded(new)
             total = self.emit(self.shared.op("reduce"), (wide,), wide.type, {"op": op, **ranks})
             return self._cast(total, new.dtype, source)

@@ -194,8 +194,7 @@ class Localizer(Forms):
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.delays_sums
-        # Sums of 8 and 16 bits are rounded once, as on one device: after their reduction.
-        if top and equation.op not in UNROUNDED and is_short(equation.inputs[partial.index(True)].dtype):
+        if self.rounds_once and equation.op not in UNROUNDED and is_short(equation.inputs[partial.index(True)].dtype):
             return False
         # Values are reduced before they grow; ranks may differ in the number of rows that a broadcast makes.
         grows = equation.outputs[0].type.size > equation.inputs[0].type.size

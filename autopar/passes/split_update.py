@@ -263,6 +263,11 @@ class _Microbatch(Localizer):
     def repeats_effects(self) -> bool:
         return False
 
+    @property
+    def rounds_once(self) -> bool:
+        """`run_microbatches` adds up in float32 what each microbatch rounds."""
+        return False
+
     def add(self, equation: Equation) -> None:
         if equation.op in _OF_IDS:
             for var in equation.outputs:
