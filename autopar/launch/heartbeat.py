@@ -373,6 +373,10 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
     first = min(r.step for r in waiting)
     behind = [r for r in waiting if r.step == first]
     lines = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]
+    if len({r.where for r in waiting}) > 1:
+        lines.append(
+            "Do all of them make the same calls (steps, evaluations, reads of tables, saves) in the same order?"
+        )
     return _verdict(behind, ["All ranks wait for each other:", *lines])
 
 

@@ -75,6 +75,12 @@ def test_judge(seen: list[Seen], culprits: tuple[int, ...] | None, words: str) -
     assert words in (verdict.message if verdict else "")
 
 
+@pytest.mark.parametrize(("step", "asks"), [(6, True), (7, False)])
+def test_ranks_that_wait_in_different_places_are_asked_for_their_calls(step: int, asks: bool) -> None:
+    verdict = detect(ranks(r0=WAITS, r1={**WAITS, "step": step}, r2=WAITS, r3=WAITS))
+    assert verdict is not None and ("make the same calls" in verdict.message) == asks
+
+
 @pytest.mark.parametrize(
     ("seen", "named"),
     [
