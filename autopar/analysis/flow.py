@@ -42,9 +42,7 @@ def carried(block: Block, *, scaled: Scaled) -> list[int]:
     `scaled`: whether `decay * old + update` carries `old` on, which is less certain: so does a gradient with weight
     decay, though not with a constant that leaves more than half of it.
     """
-    walk = _Carried(scaled)
-    walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
-    walk.run(block.equations)
+    walk = _Carried(block, scaled)
     return [walk.value(a)[1] for a in block.outputs]
 
 
@@ -53,9 +51,7 @@ def updated(block: Block) -> int:
 
     A new value carries the input on in a sum, scaled little.
     """
-    walk = _Carried("little")
-    walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
-    walk.run(block.equations)
+    walk = _Carried(block, "little")
     made = {(v.shape, v.dtype): 0 for v in block.inputs}
     for var, (_, added) in walk.values.items():
         if added and (key := (var.shape, var.dtype)) in made:
@@ -66,9 +62,11 @@ def updated(block: Block) -> int:
 class _Carried(Interpreter[tuple[int, int]]):
     """Values are (inputs that reach them elementwise, those of them that were added to), as bits."""
 
-    def __init__(self, scaled: Scaled) -> None:
+    def __init__(self, block: Block, scaled: Scaled) -> None:
         super().__init__()
         self.scaled: Scaled = scaled
+        self.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
+        self.run(block.equations)
 
     def unknown(self, atom: Atom) -> tuple[int, int]:
         return (0, 0)

@@ -307,19 +307,25 @@ class _Candidates:
         if self._picked not in (None, equation) or np.dtype(equation.outputs[0].dtype).kind not in "iu":
             return None
         self._picked, self.source = equation, equation.inputs[0]
-        fill = _filled(equation)
+        fill = fill_of(equation)
 
         def compute(values: Leaf) -> Leaf:
             flat = values[0].reshape(-1)
-            return flat if fill is None else jnp.append(flat, jnp.asarray(fill, flat.dtype))
+            return flat if fill is None else jnp.append(flat, fill)
 
         return compute
 
 
-def _filled(equation: Equation) -> Leaf:
-    if "FILL" not in str(equation.params["mode"]):
+def fill_of(lookup: Equation) -> np.ndarray | None:
+    """Returns what a lookup of no row gives, if not the nearest one."""
+    if "FILL" not in _mode(lookup):
         return None
-    fill, dtype = equation.params["fill_value"], np.dtype(equation.outputs[0].dtype)
-    if fill is not None:
-        return fill
-    return np.iinfo(dtype).min if dtype.kind == "i" else np.iinfo(dtype).max
+    value, dtype = lookup.params.get("fill_value"), lookup.inputs[0].dtype
+    if value is not None:
+        return np.asarray(value, dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(np.nan, dtype)
+    if np.issubdtype(dtype, np.bool_):
+        return np.asarray(True)
+    info = jnp.iinfo(dtype)
+    return np.asarray(info.min if info.min < 0 else info.max, dtype)

@@ -27,7 +27,7 @@ from autopar.backends.row_backend import Others, RowBackend
 from autopar.backends.segments import Entries
 from autopar.backends.single import ReplicatedRows, SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of
 from autopar.ir.trace import block_of
 from autopar.jax_types import Array, Leaf, Params, Pytree, ValueType
 
@@ -71,8 +71,7 @@ class _Emitter:
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
-        atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
-        family = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
+        family = family_of(equation)
         return self._whole if family is None else self._backends.get(family, self._whole)
 
     def block(self, block: Block, inputs: Sequence[Array]) -> list[Array]:
@@ -272,7 +271,7 @@ class _Emitter:
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Returns whether untouched rows change."""
         p = equation.params
-        backend = self._backends.get(p["family"], self._whole)
+        backend = self._backend(equation)
         named = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(named["old"], named["new"], p["axes"], strict=True):

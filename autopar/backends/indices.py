@@ -51,6 +51,12 @@ def cut(value: Array, axis: int, size: int) -> Array:
     return value if value.shape[axis] == size else jax.lax.slice_in_dim(value, 0, size, axis=axis)
 
 
+def with_size(value: Array, axis: int, size: int) -> Array:
+    """Cuts an axis, or pads it with zeros."""
+    widths = [(0, (size - value.shape[axis]) * (d == axis), 0) for d in range(value.ndim)]
+    return jax.lax.pad(value, jnp.zeros((), value.dtype), widths)
+
+
 def sorted_unique(ids: Array, size: int, fill: int) -> Array:
     """Returns the distinct ids in order, padded with `fill` (which is above all ids)."""
     if ids.shape[0] == 0:

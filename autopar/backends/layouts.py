@@ -21,6 +21,7 @@ import numpy as np
 from autopar.analysis.rules import resized
 from autopar.backends.devices import Devices
 from autopar.backends.global_arrays import is_global, jit_on, place_array
+from autopar.backends.indices import with_size
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.jax_types import Array, Index, Leaf
 
@@ -43,9 +44,7 @@ def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Arr
 
 def even_shards(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """Spreads rows in their own order, [..., V, ...] -> [..., N shard, ...]; spare ones are zeros."""
-    widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
-    padded = jax.lax.pad(devices.constrain(rows, axis), jnp.zeros((), rows.dtype), widths)
-    return devices.constrain(padded, axis)
+    return devices.constrain(with_size(devices.constrain(rows, axis), axis, layout.stored), axis)
 
 
 def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
@@ -141,16 +140,13 @@ def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array]
 
 def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
     """Cuts cyclically stored rows, or pads them with zeros, to `extent`; each stays where it is."""
-    return _to_extent(layout.shard_rows, replace(layout, extent=extent).shard_rows, axis, devices)(stored)
+    return _to_extent(replace(layout, extent=extent).shard_rows, axis, devices)(stored)
 
 
 @functools.cache
-def _to_extent(old: int, new: int, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
-    def run(shard: Array) -> Array:
-        widths = [(0, (new - old) * (d == axis), 0) for d in range(shard.ndim)]
-        return jax.lax.pad(shard, jnp.zeros((), shard.dtype), widths)
-
-    on_shards = functools.partial(devices.local, run, (axis,), axis)
+def _to_extent(shard_rows: int, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
+    resize = functools.partial(with_size, axis=axis, size=shard_rows)
+    on_shards = functools.partial(devices.local, resize, (axis,), axis)
     return jit_on(devices.mesh, on_shards, out_shardings=devices.sharding(axis))
 
 

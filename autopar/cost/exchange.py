@@ -218,13 +218,17 @@ def count_exchanges(families: Iterable[tuple[str, Sizes]]) -> Counter[str]:
     return Counter({method: round(count) for method, count in shares.items()})
 
 
+def least(costs: Mapping[str, float]) -> str:
+    """Returns the method that costs least; among equal ones "ps"."""
+    return min(costs, key=lambda method: (costs[method], method != "ps"))
+
+
 def cheapest_together(rates: Rates, families: Sequence[Sizes], named: Counter[str]) -> list[str]:
     """Returns a method for each family, so that none by itself would be faster by another one. `families`: the sizes of
     each. `named`: number of exchanges by method of other families, which go so at any rate."""
 
     def cheapest(sizes: Sizes, others: Counter[str]) -> str:
-        seconds = step_seconds(rates, sizes, others)
-        return min(seconds, key=lambda m: (seconds[m], m != "ps"))
+        return least(step_seconds(rates, sizes, others))
 
     # First as if all went by each method.
     methods = [cheapest(sizes, named + Counter((len(families) - 1) * [*METHODS])) for sizes in families]

@@ -282,11 +282,7 @@ class Plan:
 
 
 def require_plan(plan: object, what: str) -> Plan:
-    """Returns `plan` if it is a Plan; `what` names the calling function.
-
-    Raises:
-      ArgumentsError: it is something else.
-    """
+    """Returns `plan` if it is a Plan, or raises ArgumentsError; `what` names the calling function."""
     if not isinstance(plan, Plan):
         kind = "step" if hasattr(plan, "plan") else type(plan).__name__
         raise ArgumentsError(f"{what} takes a plan, step.plan or autopar.plan(step, state, batch), not a {kind}")

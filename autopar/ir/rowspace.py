@@ -188,11 +188,11 @@ class RowFacts:
         return next((s for s in self.spaces if leaf in s.leaves), None)
 
 
-def representative(parents: Sequence[int], family: int) -> int:
-    """Returns the root of a family's union."""
-    while parents[family] != family:
-        family = parents[family]
-    return family
+def representative(parents: Sequence[int], k: int) -> int:
+    """Returns the root of the union that `k` is in, a family, say."""
+    while parents[k] != k:
+        k = parents[k]
+    return k
 
 
 def host_refusal(program: Program, space: RowSpace) -> Refusal | None:

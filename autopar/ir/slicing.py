@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.rowspace import representative
 from autopar.jax_compat import is_rounded
 
 
@@ -46,12 +47,6 @@ def independent_outputs(block: Block) -> list[list[int]]:
     if any(equation.effects for equation in block.equations):
         return [list(range(len(block.outputs)))]
     leader = list(range(len(block.outputs)))
-
-    def of(k: int) -> int:
-        while leader[k] != k:
-            k = leader[k]
-        return k
-
     readers: dict[Atom, set[int]] = {}
     for k, atom in enumerate(block.outputs):
         readers.setdefault(atom, set()).add(k)
@@ -61,13 +56,13 @@ def independent_outputs(block: Block) -> list[list[int]]:
         inner = (v for body in equation.bodies for each in body.walk() for v in each.outputs)
         if any(isinstance(v.type, ArrayType) and is_rounded(v.type.dtype) for v in (*equation.outputs, *inner)):
             for k in found:
-                leader[of(k)] = of(min(found))
-            found = {of(k) for k in found}
+                leader[representative(leader, k)] = representative(leader, min(found))
+            found = {representative(leader, k) for k in found}
         for atom in equation.inputs:
             readers.setdefault(atom, set()).update(found)
     groups: dict[int, list[int]] = {}
     for k in range(len(block.outputs)):
-        groups.setdefault(of(k), []).append(k)
+        groups.setdefault(representative(leader, k), []).append(k)
     return list(groups.values())
 
 
@@ -151,6 +146,16 @@ def needed_equations(equations: Iterable[Equation], atoms: Iterable[Atom]) -> li
     """Returns the equations that the atoms depend on, in order, reduced to what they need and without effects."""
     reduced, _ = eliminate_dead(Block((), tuple(equations), tuple(atoms)), effects=False)
     return list(reduced.equations)
+
+
+def behind(equations: Iterable[Equation], atoms: Iterable[Atom]) -> list[Equation]:
+    """Returns the equations that the atoms depend on, in order, as they are."""
+    wanted, found = set(atoms), list[Equation]()
+    for equation in reversed(list(equations)):
+        if not wanted.isdisjoint(equation.outputs):
+            found.append(equation)
+            wanted.update(equation.inputs)
+    return found[::-1]
 
 
 def in_order(equations: Sequence[Equation], given: Iterable[Var]) -> list[Equation] | None:

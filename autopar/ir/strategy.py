@@ -144,11 +144,8 @@ Optimize = Literal["all", "none"] | Collection[str]
 
 
 def optimize_text(optimize: Optimize) -> str:
-    """Returns the optimisations that are on as text: "all", "none", or names in the order of `OPTIMIZATIONS`.
-
-    Raises:
-      ArgumentsError: there is no such optimisation.
-    """
+    """Returns the optimisations that are on as text: "all", "none", or names in the order of `OPTIMIZATIONS`. Raises
+    ArgumentsError if there is no such optimisation."""
     if isinstance(optimize, str) and optimize in ("all", "none"):
         return optimize
     known = ", ".join(map(repr, OPTIMIZATIONS))

@@ -67,7 +67,7 @@ class Progress:
     """The last mark of this process. Hooks read it, which belong to the process, so there is one a process."""
 
     def __init__(self) -> None:
-        self._last = Mark(-1, "before the first step", "computes", time.monotonic())
+        self.last = Mark(-1, "before the first step", "computes", time.monotonic())
         self._page: mmap.mmap | None = None
         self._flags = 0
         #: A result of each dispatched program that may be under way, and the ranks that it needs.
@@ -85,7 +85,7 @@ class Progress:
             before a compilation, else "computes".
           needs: The ranks that a wait is for.
         """
-        self._last = Mark(step, what, kind, time.monotonic(), needs)
+        self.last = Mark(step, what, kind, time.monotonic(), needs)
         if self._page is not None:
             text = what.encode()[:TEXT_BYTES]
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
@@ -99,15 +99,11 @@ class Progress:
         """
         from jax.profiler import TraceAnnotation  # supervisors import this module, and no JAX
 
-        before = self._last
+        before = self.last
         self.mark(before.step, what, kind, needs)
         with TraceAnnotation(f"autopar: {what}"):
             yield
         self.mark(before.step, before.what, before.kind, before.needs)
-
-    @property
-    def last(self) -> Mark:
-        return self._last
 
     def dispatched(self, result: Leaf, needs: range = ANYBODY) -> None:
         """Notes that a program is under way. `result`: a small `jax.Array` that it makes, and that nobody else
@@ -137,7 +133,7 @@ class Progress:
         os.set_inheritable(descriptor, False)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         self.flag(STARTED)
-        self.mark(self._last.step, self._last.what, self._last.kind)
+        self.mark(self.last.step, self.last.what, self.last.kind)
 
     def flag(self, flag: int) -> None:
         self._flags |= flag

@@ -124,12 +124,9 @@ def world() -> World:
 
 @functools.cache
 def job() -> World:
-    """Returns all processes of this process's job, including dedicated servers. Collective, as `world`.
-
-    Raises:
-      LaunchError: mpi4py is missing, or belongs to another MPI than the launcher; or there are no more ranks than
-        servers.
-    """
+    """Returns all processes of this process's job, including dedicated servers. Collective, as `world`. Raises
+    LaunchError if mpi4py is missing, or belongs to another MPI than the launcher; or if there are no more ranks than
+    servers."""
     started = launched()
     mpi = None if started is None else _start_mpi(started)
     if mpi is None:

@@ -12,10 +12,11 @@ from autopar.analysis.local import whole_operands_once
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan, SyncPlan
-from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program import Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Row, Same
 from autopar.ir.served import balanced, center_shares
+from autopar.ir.slicing import behind
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.sync import Elastic, Replicated
 
@@ -179,13 +180,9 @@ def goes_on(program: Program, batch: Mapping[Var, int], k: int) -> bool:
 
 def backward_pass(program: Program) -> set[Equation]:
     """Returns the equations of JAX's backward pass, and those that these depend on; empty if there is no such pass."""
-    found: set[Equation] = set()
-    read: set[Atom] = set()
-    for equation in reversed(program.block.equations):
-        if jax_compat.in_backward_pass(equation.info) or not read.isdisjoint(equation.outputs):
-            found.add(equation)
-            read.update(equation.inputs)
-    return found
+    equations = program.block.equations
+    own = {e for e in equations if jax_compat.in_backward_pass(e.info)}
+    return own.union(behind(equations, (a for e in own for a in e.inputs)))
 
 
 def first_nonlinear(program: Program, gradients: Collection[Equation], weights: Sequence[int]) -> Equation | None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from autopar.analysis.work import equation_work
 from autopar.ir.local import ExchangeSegment, NotLocal, ProgramSegment, Segments, Side
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
-from autopar.ir.slicing import clone, eliminate_dead
+from autopar.ir.slicing import behind, clone, eliminate_dead
 
 #: Operations between compiled programs, in their order within one level.
 EXCHANGES = (
@@ -183,7 +183,7 @@ class _Split:
 
     def _segment(self, level: int, side: Side, mine: Collection[Equation]) -> ProgramSegment:
         inside = set(mine)
-        constants = self._constants(mine)
+        constants = behind(self.free, (a for e in mine for a in e.inputs))
         made = {v for e in (*constants, *mine) for v in e.outputs}
         read = dict.fromkeys(a for e in mine for a in e.inputs if isinstance(a, Var) and a not in made)
         elsewhere: set[Atom] = set(self.block.outputs)
@@ -192,15 +192,6 @@ class _Split:
                 elsewhere.update(equation.inputs)
         kept = tuple(v for e in mine for v in e.outputs if v in elsewhere)
         return ProgramSegment(side, level, Block(tuple(read), (*constants, *mine), kept))
-
-    def _constants(self, equations: Collection[Equation]) -> list[Equation]:
-        wanted: set[Atom] = {a for e in equations for a in e.inputs}
-        constants = []
-        for equation in reversed(list(self.free)):
-            if any(v in wanted for v in equation.outputs):
-                constants.append(equation)
-                wanted.update(equation.inputs)
-        return constants[::-1]
 
 
 def _buckets(
@@ -220,7 +211,7 @@ def _buckets(
     for equation in sorted(sums, key=lambda e: ready[e.inputs[0]]):
         bucket.append(equation)
         if sum(e.inputs[0].type.nbytes for e in bucket) >= least:
-            part = _after(rest, bucket)
+            part = dict.fromkeys(behind(rest, (a for e in bucket for a in e.inputs)))
             rest = {e: None for e in rest if e not in part}
             parts.append((part, tuple(bucket)))
             bucket = []
@@ -236,17 +227,6 @@ def _buckets(
         else:
             rest = {**part, **rest}
     return kept[::-1]
-
-
-def _after(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
-    """Returns the equations, in order, on which some readers depend."""
-    wanted: set[Atom] = {a for e in readers for a in e.inputs}
-    found: list[Equation] = []
-    for equation in reversed(list(equations)):
-        if not wanted.isdisjoint(equation.outputs):
-            found.append(equation)
-            wanted.update(equation.inputs)
-    return dict.fromkeys(found[::-1])
 
 
 def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:

@@ -29,7 +29,7 @@ from autopar.ir.plan import ServedPlan, ServerPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import Cutting, KeptIndex, Piece, ServedStep, ServerPart, balanced_pieces
-from autopar.ir.slicing import clone, eliminate_dead, free_values, nearest_line, needed_equations
+from autopar.ir.slicing import behind, clone, eliminate_dead, free_values, nearest_line, needed_equations
 from autopar.ir.writer import expand
 from autopar.sync import Async
 
@@ -359,16 +359,13 @@ def gradient_equations(program: Program) -> set[Equation]:
     chains = _chains(equations, states, [block.outputs[out] for out in program.new_states.values()])
     works = [e for e in equations if e.op not in _OF_ROWS and not of_batch.isdisjoint(e.outputs)]
     update = [e for e in works if e in chains or not of_slots.isdisjoint(e.outputs)]
-    behind = dependent(equations, (v for e in update for v in e.outputs))
-    return {e for e in works if behind.isdisjoint(e.outputs)}
+    updated = dependent(equations, (v for e in update for v in e.outputs))
+    return {e for e in works if updated.isdisjoint(e.outputs)}
 
 
 def _read_by(equations: Sequence[Equation], results: Iterable[Atom]) -> set[Atom]:
-    read = set(results)
-    for equation in reversed(equations):
-        if not read.isdisjoint(equation.outputs):
-            read.update(equation.inputs)
-    return read
+    results = list(results)
+    return {*results, *(a for e in behind(equations, results) for a in e.inputs)}
 
 
 def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]) -> set[Equation]:

@@ -177,7 +177,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
     reduces = [e for e in local.equations if e.op == _REDUCE]
     after = dependent(local.equations, [v for e in reduces for v in e.outputs])
     varying = _varying(local)
-    own = [e for e in local.equations if e.op == _REDUCE or _is_own(e, varying)]
+    own = [e for e in local.equations if e.op == _REDUCE or not varying.isdisjoint(e.outputs)]
     read = {a for e in own for a in e.inputs if isinstance(a, Var) and a in after}
     made = {v for e in own if e.op != _REDUCE for v in e.outputs}
     twice = {id(e) for e in needed_equations(local.equations, read - made)}
@@ -185,7 +185,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
     equations: list[Equation] = []
     lines: dict[Source | None, None] = {}
     for equation in local.equations:
-        is_own = equation.op != _REDUCE and _is_own(equation, varying)
+        is_own = equation.op != _REDUCE and not varying.isdisjoint(equation.outputs)
         inputs = tuple(new.get(a, a) for a in equation.inputs)
         if is_own or equation.op == _REDUCE:
             equations.append(replace(equation, inputs=inputs))
@@ -212,10 +212,6 @@ def _times(value: Atom, factor: int, out: Var) -> Equation:
 def _varying(local: Block) -> set[Var]:
     apart = [e for e in local.equations if e.op != _REDUCE]
     return dependent(apart, local.inputs, _by_number)
-
-
-def _is_own(equation: Equation, varying: set[Var]) -> bool:
-    return any(v in varying for v in equation.outputs)
 
 
 def _by_number(equation: Equation) -> bool:

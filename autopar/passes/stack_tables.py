@@ -9,9 +9,7 @@ A recommender has dozens of tables that differ in their rows only. Stacked, they
 rows and of gradients, one update and one update log, and the compiled program is as large as that of one table
 (TorchRec and FBGEMM do the same by hand: table-batched embeddings).
 
-Tables are alike if their slots have the same dtypes and the same axes but for the rows, and if the equations in row
-space are the same, in the same order, of the same dense values. What isn't followed here (a lookup inside a loop, ids
-that depend on rows, a norm of one table alone) leaves its table as it is.
+`choosing.together` says which tables are alike.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.bags import is_plain_access
+from autopar.analysis.row_ids import fill_of
 from autopar.cost.exchange import with_sizes
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
@@ -365,21 +364,6 @@ def _count(ids: Atom, axis: int = 0) -> int:
 
 def _moved(value: Array, axis: int, to: int) -> Array:
     return value if axis == to else jnp.moveaxis(value, axis, to)
-
-
-def fill_of(equation: Equation) -> np.ndarray | None:
-    """Returns what a lookup of no row gives, if not the nearest one."""
-    if "FILL" not in str(equation.params["mode"]):
-        return None
-    value, dtype = equation.params.get("fill_value"), equation.inputs[0].dtype
-    if value is not None:
-        return np.asarray(value, dtype)
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.asarray(np.nan, dtype)
-    if np.issubdtype(dtype, np.bool_):
-        return np.asarray(True)
-    info = jnp.iinfo(dtype)
-    return np.asarray(info.min if info.min < 0 else info.max, dtype)
 
 
 def is_row(ids: Array, high: int, rank: int) -> Array:

@@ -37,7 +37,7 @@ from autopar.servers.timeline import Timeline
 from autopar.sync import Elastic
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas, average, replicas_of
-from autopar.tables.served import session_of
+from autopar.tables.served import session_of, typed
 from autopar.ways.way import AllCalls, Replayed
 
 #: Names of the reference in messages: for replicas, and for a state that servers keep.
@@ -228,12 +228,7 @@ def replay_served(
     planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, programs: ServedPrograms
 ) -> Replayed:
     """Replays a timeline of servers by `programs`. Arguments and results as for `replay_center`, with None in place of
-    the state.
-
-    Raises:
-      ArgumentsError: too few calls.
-      TimelineError: the timeline can't be one of this step.
-    """
+    the state. Raises ArgumentsError if there are too few calls, TimelineError if it can't be this step's timeline."""
     counts = timeline.steps.tolist()
     if any(len(a) < n for a, n in zip(calls, counts, strict=True)):
         raise ArgumentsError(
@@ -246,7 +241,7 @@ def replay_served(
     job = LocalJob(programs, start, timeline.workers, None)
     done = job.run(counts, lambda w, c: calls[w][c], RecordedOrder(timeline))
     new, count = job.state(), range(len(program.outputs))
-    leaves = [_like(new[k], x) if k in new else copied(x) for k, x in enumerate(start)]
+    leaves = [typed(new[k], jax_compat.is_weak(x)) if k in new else copied(x) for k, x in enumerate(start)]
     return leaves, [[[own.get(k) for k in count] for own in each] for each in done]
 
 
@@ -436,13 +431,6 @@ def programs_here(planned: PlannedStep, clients: Clients | None) -> ServedProgra
     return ServedPrograms(compiled.program, compiled.analysed, devices)
 
 
-def _like(value: Leaf, old: Leaf) -> Leaf:
-    if jax_compat.is_key(value.dtype):
-        return value
-    array = jnp.asarray(value)
-    return jax_compat.weak(array) if jax_compat.is_weak(old) else array
-
-
 # --- clients and servers in one process, with messages in a chosen order ---
 
 
@@ -460,10 +448,7 @@ class Answering(Protocol):
 
 def run_clients(clients: Sequence[Messages], servers: Sequence[Answering], choose: ChooseMessage) -> None:
     """Runs all clients and servers. Messages from one client to one server stay in order; `choose` decides otherwise.
-
-    Raises:
-      TimelineError: no message may come next, or none is left while a client waits.
-    """
+    Raises TimelineError if no message may come next, or none is left while a client waits."""
     sent = {(c, n): deque[Message]() for c in range(len(clients)) for n in range(len(servers))}
     waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
     answers: list[dict[int, Sequence[Array]]] = [{} for _ in clients]

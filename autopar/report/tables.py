@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.exchange import sent_bytes, table_3
+from autopar.cost.exchange import least, sent_bytes, table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError
@@ -284,11 +284,6 @@ def alpha_at(table: TablePlan, ids: int) -> float:
 def local_alpha(table: TablePlan) -> float:
     """Returns the share of the rows that a device of the plan touches: the paper's alpha."""
     return alpha_at(table, _of(table).ids) if table.alpha is None else table.alpha.local_share
-
-
-def least(sent: Mapping[str, float]) -> str:
-    """Returns the method that sends least; among equal ones "ps", as in plans."""
-    return min(sent, key=lambda method: (sent[method], method != "ps"))
 
 
 def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -> list[tuple[int, str, str]]:

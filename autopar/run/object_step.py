@@ -119,11 +119,8 @@ def require_step(step: Pytree, what: str) -> None:
 def unwrapped(
     step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
 ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-    """Returns the step of arrays behind any kind of step, and its arguments. `what`: the function that takes it.
-
-    Raises:
-      ArgumentsError: `step` isn't from `parallelize`, or there are no arguments.
-    """
+    """Returns the step of arrays behind any kind of step, and its arguments. `what`: the function that takes it. Raises
+    ArgumentsError if `step` isn't from `parallelize`, or there are no arguments."""
     require_step(step, what)
     if not args and not kwargs:
         raise ArgumentsError(f"{what} takes a step's arguments as well: {what}({step.name}, state, batch)")

@@ -204,11 +204,8 @@ class Runner(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arguments, arrays and tables; returns its results.
-
-        Raises:
-          RuntimeError, ValueError: from JAX, for a donated buffer, for example.
-        """
+        """Runs the step on flat arguments, arrays and tables; returns its results. JAX raises a RuntimeError or
+        ValueError for a donated buffer, for example."""
 
     def lower(self) -> Any:
         """Lowers the step at the plan's shapes, as `jax.jit(step).lower` does. Raises StepError if it runs in several

@@ -358,11 +358,8 @@ class ParallelStep(PickledByOptions):
         return self._share_choices(again)
 
     def _replace(self, planned: PlannedStep, again: PlannedStep) -> None:
-        if self.watch is not None:
-            self.watch.forget(planned)
         self._planned.update({key: again for key, old in self._planned.items() if old is planned})
-        self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not planned}
-        self._last = _NONE
+        self._not_ready(planned)
         self.latest = again
 
     def _announce(self, call: Call, planned: PlannedStep) -> None:
@@ -390,11 +387,15 @@ class ParallelStep(PickledByOptions):
                     f"compiled anew ({change}). {remedy}"
                 )
             self._forgotten(unused)
-            self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not unused}
-            self._last = _NONE
-            if self.watch is not None:
-                self.watch.forget(unused)
+            self._not_ready(unused)
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
+
+    def _not_ready(self, planned: PlannedStep) -> None:
+        """Runs no more calls by a plan, nor watches them."""
+        if self.watch is not None:
+            self.watch.forget(planned)
+        self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not planned}
+        self._last = _NONE
 
     def _forgotten(self, planned: PlannedStep) -> dict[Leaf, PlannedStep]:
         """Removes and returns a plan; the caller adds it again, as the last used."""

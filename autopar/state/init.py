@@ -128,7 +128,7 @@ class Maker:
 
     @functools.cached_property
     def whole(self) -> bool:
-        """Whether leaves are made whole on one device first, so that their bits are right."""
+        """Leaves are made whole on one device first, so that their bits are right."""
         return jax_compat.rounds_by_shape()
 
     @staticmethod

@@ -18,6 +18,7 @@ from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.backends.global_arrays import local, place_array
 from autopar.backends.host.storage import HostRows
+from autopar.backends.indices import with_size
 from autopar.backends.layouts import ordinary, placed, with_extent
 from autopar.errors import StateError, donated
 from autopar.interrupts import uninterrupted
@@ -249,8 +250,6 @@ def _overwritten(old: jax.Array, new: jax.Array, axis: int, kept: int, layout: R
     """Overwrites `new`, in place, with `old` up to `kept` along an axis. `layout`: the order of rows along it."""
     size = new.shape[axis]
     if old.shape[axis] != size:  # along an axis that isn't spread
-        old = jax.lax.slice_in_dim(old, 0, kept, axis=axis)
-        widths = [(0, (size - kept) * (d == axis), 0) for d in range(old.ndim)]
-        old = jax.lax.pad(old, jnp.zeros((), old.dtype), widths)
+        old = with_size(old, axis, size)
     indices = jax.lax.broadcasted_iota(jnp.int32, new.shape, axis)
     return jnp.where((indices if layout is None else layout.row(indices)) < kept, old, new)

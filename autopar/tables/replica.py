@@ -19,7 +19,7 @@ from autopar.jax_types import Array, Json, Leaf, Pytree
 from autopar.servers.sessions import CenterSession, RingSession, Session
 from autopar.tables.kinds import materialize
 from autopar.tables.leaf import StandingLeaf, TableLeaf
-from autopar.tables.served import ServedLeaf, session_of
+from autopar.tables.served import ServedLeaf, session_of, typed
 
 #: Calls whose rows are kept by themselves; beyond that they are brought together.
 _MOST_CALLS = 64
@@ -233,4 +233,6 @@ def _collected(leaves: Sequence[Leaf], session: Session) -> list[Leaf]:
     """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
     worker's."""
     whole = session.collect()
-    return [leaf.typed(whole[leaf.index]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]
+    return [
+        typed(whole[leaf.index], leaf.is_weak) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves
+    ]

@@ -48,14 +48,7 @@ class ServedLeaf(StandingLeaf[Session]):
         """
         if self.is_deleted():
             raise donated("this leaf")
-        return self.typed(self.pending.read(self.index))
-
-    def typed(self, value: Leaf) -> Leaf:
-        """Returns a server's value as an array of this leaf's type."""
-        if jax_compat.is_key(value.dtype):
-            return value
-        array = jnp.asarray(value)
-        return jax_compat.weak(array) if self.is_weak else array
+        return typed(self.pending.read(self.index), self.is_weak)
 
     @property
     def _where(self) -> str:
@@ -65,12 +58,17 @@ class ServedLeaf(StandingLeaf[Session]):
         return where if homes else f", worker {session.link.number}'s"
 
 
-def session_of(leaves: Sequence[Leaf]) -> Session | None:
-    """Returns this process's session of the state that leaves belong to; None if servers keep none of them.
+def typed(value: Leaf, is_weak: bool) -> Leaf:
+    """Returns a server's value as an array of a leaf's type."""
+    if jax_compat.is_key(value.dtype):
+        return value
+    array = jnp.asarray(value)
+    return jax_compat.weak(array) if is_weak else array
 
-    Raises:
-      DonatedStateError: they are of several states, or were given to a step.
-    """
+
+def session_of(leaves: Sequence[Leaf]) -> Session | None:
+    """Returns this process's session of the state that leaves belong to; None if servers keep none of them. Raises
+    DonatedStateError if they are of several states, or were given to a step."""
     served = [leaf for leaf in leaves if isinstance(leaf, ServedLeaf)]
     if any(leaf.is_deleted() for leaf in served):
         raise donated("the state")

@@ -225,11 +225,8 @@ class SegmentedProgram:
         self.segments.insert(k, text)
 
     def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
-        """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
-
-        Raises:
-          OtherShapes: the step needs another shape bucket; nothing has changed yet.
-        """
+        """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs. Raises OtherShapes, before anything
+        has changed, if the step needs another shape bucket."""
         step.values = dict(zip(self._inputs, inputs, strict=True))
         if step.ahead is not None and step.ahead.segmented is self:
             step.values |= step.ahead.values

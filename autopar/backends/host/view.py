@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.devices import Mapped, OwnPart, reduce_over
+from autopar.backends.indices import with_size
 from autopar.backends.row_backend import Route, RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import ReplicatedRows
@@ -102,19 +103,12 @@ class RankRows(ShardedRows):
 
     def fetch(self, params: Params, rows: Array, route: Route) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
-        return _resized(rows, route.requested.shape[0], params["axis"])
+        return with_size(rows, params["axis"], route.requested.shape[0])  # real rows fit both sizes
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         assert self._devices.count == 1, "sums are delivered between programs"
-        delivered = _resized(sums, route.rows.shape[0], params["axis"])
+        delivered = with_size(sums, params["axis"], route.rows.shape[0])
         return delivered if base is None else base + delivered
-
-
-def _resized(rows: Array, count: int, axis: int) -> Array:
-    """Returns the first rows, or pads with zeros: either size may be the larger one, and real rows fit both."""
-    widths = [(0, 0, 0)] * rows.ndim
-    widths[axis] = (0, count - rows.shape[axis], 0)
-    return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
 def host_backends(bound: ProgramPlan, view: OwnPart) -> Mapping[int, RowBackend]:

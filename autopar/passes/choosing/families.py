@@ -19,6 +19,7 @@ from autopar.cost.exchange import (
     ID_BYTES,
     NO_OTHERS,
     REPLAY,
+    least,
     lookup_terms,
     sent_bytes,
     step_seconds,
@@ -266,14 +267,14 @@ class _Family:
         why."""
         space, choices = self.space, self.choices
         if choices.options.choose == "times":
-            return _cheapest(costs), ""
+            return least(costs), ""
         flat, n = choices.measured.ids.get(space.family), choices.devices
         touched: float = sizes.requested
         if flat is not None:
             touched = np.mean([rows.size for rows in device_ids(flat, self.ids.batched, n, space.extent)]).item()
         b, alpha = sum(self.program.block.inputs[k].type.nbytes for k in space.tables), min(1.0, touched / space.extent)
         nbytes = table_3(b=b, n=n, alpha=alpha)
-        method = _cheapest(nbytes)
+        method = least(nbytes)
         others = ", ".join(f"{m} {format_bytes(nbytes[m])}" for m in nbytes if m != method)
         shown = f"table 3 (b={format_bytes(b)}, N={n}, alpha={alpha:.2%})"
         return method, f"{shown}: {format_bytes(nbytes[method])}, {others}"
@@ -386,10 +387,6 @@ def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | N
     if space.refusal is None and space.extent >= _MOST_ROWS:
         return Refusal(f"it has {space.extent} rows; numbers of rows are int32", None, "divide it into several tables")
     return host_refusal(program, space) if choices.hosts else space.refusal
-
-
-def _cheapest(cost: Mapping[str, float]) -> str:
-    return min(cost, key=lambda m: (cost[m], m != "ps"))
 
 
 def _steps(program: Program, space: RowSpace) -> int:
@@ -577,8 +574,8 @@ def _with_device_bags(
 
 def _bags_pay(sizes: Sizes, pooled: Sizes, choices: Choices) -> bool:
     """Returns whether bags pay on devices: by their bytes, and by predicted times if rates are known."""
-    (times, least), (before, after) = _BAGS_PAY, (sent_bytes(each)["ps"] for each in (sizes, pooled))
-    if (before - times * after) * sizes.together < least:
+    (times, saved), (before, after) = _BAGS_PAY, (sent_bytes(each)["ps"] for each in (sizes, pooled))
+    if (before - times * after) * sizes.together < saved:
         return False
     rates = choices.measured.rates
     if rates is None:

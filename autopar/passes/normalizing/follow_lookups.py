@@ -225,9 +225,7 @@ _ADDS = ("add", "add_any")
 def join_pads(program: Program) -> tuple[Program, int]:
     """Returns the program with such sums joined, and their number. Gradients of the state stay as they are: their pads
     say which rows a table's lookups read."""
-    states = {
-        v.shape for v, input_ in zip(program.block.inputs, program.inputs, strict=False) if input_.role != "batch"
-    }
+    states = {v.shape for v, input_ in program.named_inputs if input_.role != "batch"}
     return _Join(states).run(program)
 
 
