@@ -62,6 +62,8 @@ class TablePlan:
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     #: On several devices, method -> bytes that each device would send in a step for the family.
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
+    #: What would run at the owners of its rows if `optimize=` had "border"; None: that isn't known.
+    unmoved: tuple[str, ...] | None = field(default=None, compare=False, metadata=_DERIVED)
 
     @property
     def nbytes(self) -> int:

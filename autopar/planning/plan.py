@@ -39,6 +39,7 @@ from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
 from autopar.measure.figures import NOWHERE, Machine
 from autopar.passes.choosing.capacity import device_ids
+from autopar.passes.place_border import Moved
 from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
@@ -130,12 +131,14 @@ def plan_of(
     least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     counts, tables = count_exchanges(_exchanged(made)), list[TablePlan]()
+    unmoved = () if planned.options.optimizes("border") else movable(planned)
     for space in program.facts.spaces:
         for table in space.tables:
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             alpha, growth = _touched(program, space, leaves, made.devices, seen)
-            changed = replace(decided[path], alpha=alpha, growth=growth)
+            would_move = tuple(str(each) for each in unmoved if path in each.tables)
+            changed = replace(decided[path], alpha=alpha, growth=growth, unmoved=would_move)
             if cluster is not None and cluster.machines > 1:
                 changed = _by_leaders(planned, changed, cluster.devices)
             terms = _earlier_terms(planned, changed)
@@ -152,6 +155,13 @@ def plan_of(
         sums = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in taken)
         parts = {**parts, "divided products": sums}
     return replace(changed, parts=parts)
+
+
+def movable(planned: PlannedStep) -> Sequence[Moved]:
+    """Lists what "border" moves to the owners of rows, or would move where `optimize=` leaves it out."""
+    way = planned.way.by(replace(planned.options, optimize="all"))
+    moved = way.bordered(planned.compiled.analysed, planned.compiled.bound)[1]
+    return [each for each in moved if isinstance(each, Moved)]
 
 
 def _by_leaders(planned: PlannedStep, table: TablePlan, ranks: int) -> TablePlan:

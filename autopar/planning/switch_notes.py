@@ -1,5 +1,5 @@
-"""Notes of `explain` on optimisations that `optimize=` leaves out: what each would do for this step; and on rows of
-tables on hosts that are fetched beside the step before."""
+"""Notes of `explain` on optimisations that `optimize=` leaves out: what each would do for this step, and for `why` and
+`report` what that costs a table; and on rows of tables on hosts that are fetched beside the step before."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from typing import Any
 from autopar.analysis.prefix import prefix_of
 from autopar.backends.host.ranks import Ranks
 from autopar.cost.exchange import host_terms
+from autopar.cost.simulate import crossing
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import format_bytes
 from autopar.ir.local import ExchangeSegment
+from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import family_of, known
 from autopar.ir.strategy import HOSTED, OPTIMIZATIONS, choice_for, is_on
 from autopar.jax_types import Leaf
 from autopar.launch.group import everyone
 from autopar.mpi.machines import LeaderExchange, exchange
-from autopar.passes.place_border import Moved
-from autopar.planning.plan import once_per_row_of
+from autopar.planning.plan import movable, once_per_row_of
+from autopar.planning.predictions import predict_method
 from autopar.planning.text import fold_paths
 from autopar.run.planned_step import PlannedStep
 
@@ -72,8 +74,7 @@ def _owner(planned: PlannedStep, *_: Any) -> Sequence[str]:
 
 
 def _border(planned: PlannedStep, *_: Any) -> Sequence[str]:
-    moved = planned.way.bordered(planned.compiled.analysed, planned.compiled.bound)[1]
-    return [f"of {', '.join(each.tables)} {each}" for each in moved if isinstance(each, Moved)]
+    return [f"of {', '.join(each.tables)} {each}" for each in movable(planned)]
 
 
 def _once(planned: PlannedStep, leaves: Sequence[Leaf] | None, *_: Any) -> Sequence[str]:
@@ -89,6 +90,51 @@ _STAKES: Mapping[str, _Stake] = {
     "prefetch": lambda planned, *_: [each for each in prefetches(planned) if not each.startswith("nothing")],
     "once": _once,
 }
+
+
+# --- for `why` and `report`, which have a plan alone ---
+
+
+def left_out(plan: Plan, table: TablePlan) -> Mapping[str, str]:
+    """Maps each optimisation that `optimize=` leaves out to what that costs a table; "" for nothing. Bytes are those
+    that a rank sends in a step."""
+    on_hosts, fetched, sizes = table.where == "hosts", table.where == "hosts" and not table.pulled, table.sizes
+    costs = {
+        "hybrid": _pulled(table) if table.pulled and plan.devices > 1 else "",
+        "local": _from_each_rank(plan, table) if on_hosts and plan.devices > 1 else "",
+        "owner": _by_first(table) if sizes is not None and sizes.by_first and plan.devices > 1 else "",
+        "border": _unmoved(table) if plan.devices > 1 and table.lifted else "",
+        "prefetch": f"its rows are fetched in the step that needs them; {_ASK}" if fetched else "",
+        "once": f"what depends on its rows alone is computed for each lookup; {_ASK}" if fetched else "",
+    }
+    return {name: costs[name] for name in OPTIMIZATIONS if not is_on(plan.optimize, name)}
+
+
+#: Where a plan doesn't have what an optimisation would do.
+_ASK = "explain(step, ...) says what it would do"
+
+
+def _pulled(table: TablePlan) -> str:
+    ways = (predict_method(table, method) for method in (HOSTED, "allreduce"))
+    now, then = (format_bytes(way.sent) if way else "an unknown number of bytes" for way in ways)
+    return f"{now} are sent for it in place of {then}, unless strategy= puts it on hosts by itself"
+
+
+def _from_each_rank(plan: Plan, table: TablePlan) -> str:
+    if plan.cluster is None or table.growth is None:
+        return "rows that several ranks of a machine want cross machines once for each of them, if there are several"
+    share = crossing(table.growth.rows, plan.cluster.devices) if plan.cluster.machines > 1 else 1.0
+    return f"of its rows that cross machines {1 - share:.0%} wouldn't" if share < 1 else ""
+
+
+def _by_first(table: TablePlan) -> str:
+    assert table.sizes is not None, "sums go by way of the first rank"
+    nbytes = sum(term.sent for term in host_terms(table.sizes) if term.name == "and back")
+    return f"sums of its gradients go by way of the first rank, which sends {format_bytes(nbytes)} more"
+
+
+def _unmoved(table: TablePlan) -> str:
+    return _ASK if table.unmoved is None else "; ".join(f"with it {each}" for each in table.unmoved)
 
 
 # --- rows of tables on hosts that are fetched beside the step before (`analysis.prefix.prefix_of`) ---

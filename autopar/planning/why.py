@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 from autopar.errors import ArgumentsError
 from autopar.ir.figures import Term, format_bytes
 from autopar.ir.pipeline import Calls
-from autopar.ir.plan import PipelinePlan, Plan, require_plan
+from autopar.ir.plan import PipelinePlan, Plan, TablePlan, require_plan
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
 from autopar.planning.predictions import Prediction, predict_method
+from autopar.planning.switch_notes import left_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +24,14 @@ class Why:
       text: The reason in words.
       chosen: The prediction for the plan's method; None if nothing is known of it.
       other: The prediction for the other method; None if it can't be taken.
+      left_out: Optimisations that `optimize=` leaves out -> what that costs the table; "" for nothing.
     """
 
     path: str
     text: str
     chosen: Prediction | None = None
     other: Prediction | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def ratio(self) -> float | None:
@@ -47,13 +50,16 @@ class Why:
             timed = all(way.timed for way in ways)
             what = "takes {} times as long" if timed else "sends {} times as many bytes; times aren't known"
             lines.append(f"{ways[1].name} {what.format(f'{self.ratio:.3g}')}")
+        told = ((name, cost or "nothing is at stake for this table") for name, cost in self.left_out.items())
+        lines += [f"optimize= leaves out {name!r}: {cost}" for name, cost in told]
         return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def why(plan: Plan, path: str, method: Method) -> Why:
-    """Explains why a table isn't trained by another method, with predictions of both.
+    """Explains why a table isn't trained by another method, with predictions of both, and what optimisations that
+    `optimize=` leaves out would save.
 
     For a weight in a pipeline's stage, `method` may be a schedule: the answer is which updates its tasks would miss.
 
@@ -89,19 +95,24 @@ def why(plan: Plan, path: str, method: Method) -> Why:
             "'tensor' is no method of tables; explain(step, ...) says which products are divided, and why"
         )
     table, name = plan.table(path), f"{wanted} on hosts" if where == "hosts" else wanted
+    return replace(_compared(plan, table, name), left_out=left_out(plan, table))
+
+
+def _compared(plan: Plan, table: TablePlan, name: str) -> Why:
+    """Compares a method, named as in `TablePlan.taken`, with the one that was taken."""
     chosen, taken = predict_method(table, table.taken), table.taken
     if name == taken:
-        return Why(path, f"{name} is what was chosen ({table.reason})", chosen)
-    if table.refused and wanted != "allreduce":
+        return Why(table.path, f"{name} is what was chosen ({table.reason})", chosen)
+    if table.refused and name != "allreduce":
         line = f", {table.line}" if table.line else ""
         remedy = f". To change it: {table.remedy}" if table.remedy else ""
-        return Why(path, f"it can't have {name}: {table.reason}{line}{remedy}", chosen)
+        return Why(table.path, f"it can't have {name}: {table.reason}{line}{remedy}", chosen)
     text = f"{taken} was chosen, not {name} ({table.reason})"
     if plan.devices == 1:
         rows = "" if table.alpha is None else f": a step touches {table.alpha.rows} of {table.alpha.extent} rows"
-        return Why(path, f"{text}. On one device nothing is sent{rows}")
+        return Why(table.path, f"{text}. On one device nothing is sent{rows}")
     other = predict_method(table, name)
-    return Why(path, text if other is not None else f"{text}. What {name} would take isn't known", chosen, other)
+    return Why(table.path, text if other is not None else f"{text}. What {name} would take isn't known", chosen, other)
 
 
 def _lines(way: Prediction) -> Iterator[str]:

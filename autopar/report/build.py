@@ -14,7 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.measure.cluster import require_cluster
 from autopar.planning.replay import Staleness
-from autopar.report.tables import Measured, TableRow, parameter_rows, timings
+from autopar.report.tables import Measured, TableRow, parameter_rows, switch_rows, timings
 from autopar.servers.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -96,6 +96,9 @@ def report(
     if timeline is not None:
         _check_timeline(plan, timeline)
     made.tables["parameters"] = parameter_rows(plan)
+    if plan.optimize != "all":
+        made.notes.append(f"optimize= is {plan.optimize!r}; the table of optimisations has what is left out.")
+        made.tables["optimisations"] = switch_rows(plan)
     if plan.pipeline is not None:
         title = devices.add_stages(made, plan.pipeline, staleness)
     elif plan.clients_plan is not None:

@@ -22,6 +22,7 @@ from autopar.jax_types import Json
 from autopar.planning.plan import table_load
 from autopar.planning.predictions import Prediction
 from autopar.planning.simulate import Simulation
+from autopar.planning.switch_notes import left_out
 
 #: A row of a table: column -> value.
 TableRow = Mapping[str, str | int | float]
@@ -113,6 +114,15 @@ def parameter_rows(plan: Plan) -> list[TableRow]:
         for leaf in plan.dense
     ]
     return rows
+
+
+def switch_rows(plan: Plan) -> list[TableRow]:
+    """Returns what optimisations that `optimize=` leaves out cost, by table."""
+    return [
+        {"parameter": t.path, "left out": name, "cost": cost or "nothing"}
+        for t in plan.tables
+        for name, cost in left_out(plan, t).items()
+    ]
 
 
 def update_rows(plan: Plan) -> list[TableRow]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +17,8 @@ from autopar.cost.exchange import step_terms, with_bounds
 from autopar.cost.rates import FREE, Curve, bound_rates, planned_rates
 from autopar.cost.stage_time import pipeline_seconds
 from autopar.ir.cluster import Device, Link
-from autopar.ir.figures import Sizes, Term, wire_bytes
+from autopar.ir.figures import Sizes, Term, format_bytes, wire_bytes
+from autopar.ir.strategy import HOSTED, OPTIMIZATIONS
 from autopar.measure.cluster import Cluster
 from autopar.planning.predictions import Prediction, predict, predict_method
 
@@ -127,6 +130,52 @@ def test_a_file_has_no_bounds(tmp_path: Any) -> None:
     tree = predict(again)
     assert (tree.seconds, tree.sent, tree.bound_s) == (predict(made).seconds, predict(made).sent, None)
     assert "at least" not in str(autopar.why(again, "items", "allreduce"))
+
+
+def narrow(state: Any, batch: Any) -> Any:
+    def loss_fn(p: Any) -> jax.Array:
+        return jnp.mean((p["items"][batch][..., :8] @ p["w"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda p, g: p - 0.1 * g / jnp.maximum(norm, 1.0), state, grads), loss
+
+
+@pytest.mark.parametrize("on", [(), ("border",), ("hybrid", "local", "owner"), OPTIMIZATIONS])
+def test_why_and_reports_have_what_optimize_leaves_out(on: tuple[str, ...], tmp_path: Path) -> None:
+    """And what that costs each table, in the bytes that exchanges have."""
+    state = {"items": jax.ShapeDtypeStruct((20_000, 32), "float32"), "w": jax.ShapeDtypeStruct((8, 32), "float32")}
+    batch, cluster = np.arange(4 * 256, dtype=np.int32) % 701, CLUSTER.of(2, 2)
+    hosted = autopar.parallelize(narrow, strategy={"items": ("ps", "hosts")}, optimize=on)
+    made = autopar.plan(hosted, state, batch, cluster=cluster)
+    items, found = made.table("items"), autopar.why(made, "items", "allgather")
+    off = [name for name in OPTIMIZATIONS if name not in on]
+    assert list(found.left_out) == off and str(found).count("optimize= leaves out ") == len(off)
+    back = [term.sent for term in items.terms[HOSTED] if term.name == "and back"]
+    expected = {
+        "hybrid": "",
+        "local": r"of its rows that cross machines \d+% wouldn't",
+        "owner": f"sums of its gradients go by way of the first rank, which sends {format_bytes(sum(back))} more",
+        "border": r"with it slice \(.*\) runs at the rows' owners, who send 32 B a row in place of 128 B; .* pad .*",
+        "prefetch": "its rows are fetched in the step that needs them; .*",
+        "once": "what depends on its rows alone is computed for each lookup; .*",
+    }
+    for name, cost in found.left_out.items():
+        assert re.fullmatch(expected[name], cost), (name, cost)
+        assert f"optimize= leaves out {name!r}: {cost or 'nothing is at stake for this table'}" in str(found)
+    assert bool(back) is ("owner" not in on)
+    if "hybrid" in off:
+        cost, weight = autopar.why(made, "w", "allreduce").left_out["hybrid"], made.table("w")
+        pulled, reduced = (sum(t.sent for t in weight.terms[method]) for method in (HOSTED, "allreduce"))
+        assert cost.startswith(f"{format_bytes(pulled)} are sent for it in place of {format_bytes(reduced)}")
+    page = autopar.report(made)
+    assert ("optimisations" in page.tables) is bool(off)
+    assert (f"optimize= is {made.optimize!r}" in "".join(page.notes)) is bool(off)
+    assert all(f"<td>{name}</td>" in page._repr_html_() for name in off)
+    made.save(tmp_path / "plan.json")
+    again = autopar.why(autopar.Plan.load(tmp_path / "plan.json"), "items", "allgather").left_out
+    asked = {"border": "explain(step, ...) says what it would do"} if "border" in off else {}
+    assert again == {**found.left_out, **asked}, "a file doesn't have what would move"
 
 
 def test_the_tree_of_stages() -> None:
