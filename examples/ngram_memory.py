@@ -128,7 +128,7 @@ def main() -> None:
         for leaf in autopar.explain(step, state, example).rows:
             if leaf.path.startswith("params/memory") and leaf.alpha:
                 say(f"{leaf.path}: {leaf.action}; a batch touches {leaf.alpha.share:.2%} of the rows; {leaf.reason}")
-        for done, batch in enumerate(islice(autopar.shard(data()), args.steps), start=1):
+        for done, batch in enumerate(islice(autopar.shard(data(), step=step), args.steps), start=1):
             state, metrics = step(state, batch)
             if done % max(1, args.steps // 5) == 0:
                 say(f"step {done:>6}   loss {metrics['loss']:.3f}   held out {evaluate(state, held_out):.3f}")

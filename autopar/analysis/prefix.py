@@ -139,6 +139,20 @@ def prefix_of(
     )
 
 
+def why_not_ahead(program: Program, family: int) -> str:
+    """Says why the rows of a family can't be asked for before their step."""
+    routes = (e for e in program.block.equations if e.op == "ap.route" and family_of(e) == family)
+    needed: set[Atom] = {a for e in routes for a in e.inputs}
+    for equation in reversed(program.block.equations):
+        if not needed.isdisjoint(equation.outputs):
+            needed.update(equation.inputs)
+    inputs = zip(program.block.inputs, program.inputs, strict=False)
+    state = next((each.path for v, each in inputs if v in needed and each.role != "batch"), None)
+    if state is not None:
+        return f"ids depend on the state ({state})"
+    return "ids are computed beside an effect (a callback, jax.debug.print), which happens once, in their own step"
+
+
 def _logs_of(block: Block, hosted: Collection[int]) -> list[LogAhead]:
     """Returns the update logs of families on hosts."""
     pulls: dict[Atom, Equation] = {e.outputs[0]: e for e in block.equations if e.op == "ap.pull"}

@@ -127,7 +127,7 @@ def _explain(
             *formula_notes(planned),
             *switch_notes(planned, leaves, cluster),
             *owner_balance_notes(plan),
-            *hot_rows_notes(plan),
+            *hot_rows_notes(plan, accelerators=planned.options.accelerators),
             *details,
             *planned.notes,
         ),

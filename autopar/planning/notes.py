@@ -64,9 +64,17 @@ def owner_balance_notes(plan: Plan) -> tuple[str, ...]:
     return ("Tables that one rank has whole:", *lines) if lines else ()
 
 
-def hot_rows_notes(plan: Plan) -> tuple[str, ...]:
-    """Says how little copies, on every rank, of rows that all ranks ask for could save: the ids of these rows."""
-    sizes = [t.sizes for t in plan.tables if t.where == "hosts" and t.sizes is not None and not (t.pooled or t.pulled)]
+def hot_rows_notes(plan: Plan, *, accelerators: bool) -> tuple[str, ...]:
+    """Says what copies of frequent rows could save: on every rank the ids of these rows, on one accelerator the way of
+    some rows from the host and back."""
+    hosted = [t for t in plan.tables if t.where == "hosts" and not (t.pooled or t.pulled)]
+    if hosted and plan.devices == 1 and accelerators:
+        moved = sum(2 * min(t.ids, t.shape[t.axis]) * (t.nbytes // t.shape[t.axis]) for t in hosted)
+        return (
+            f"All rows of a batch travel to the accelerator and back, at most {format_bytes(moved)} a step and as much "
+            "for each slot: to keep frequent ones there would save microseconds (docs/optimisations.md, Hot rows).",
+        )
+    sizes = [t.sizes for t in hosted if t.sizes is not None]
     if not sizes or plan.devices == 1:
         return ()
     share = max(ID_BYTES / (ID_BYTES + s.row_bytes + s.sent_gradient) for s in sizes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autopar.analysis.prefix import prefix_of
+from autopar.analysis.prefix import prefix_of, why_not_ahead
 from autopar.backends.host.ranks import Ranks
 from autopar.cost.exchange import host_terms
 from autopar.cost.simulate import crossing
@@ -87,7 +87,7 @@ _STAKES: Mapping[str, _Stake] = {
     "local": _local,
     "owner": _owner,
     "border": _border,
-    "prefetch": lambda planned, *_: [each for each in prefetches(planned) if not each.startswith("nothing")],
+    "prefetch": lambda planned, *_: [each for each in prefetches(planned) if "nothing is" not in each],
     "once": _once,
 }
 
@@ -154,7 +154,7 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     if not hosted or not compiled.analysed.new_states:
         return []
     usual, is_here = exchange(by_leaders=is_on(compiled.plan.optimize, "local")), everyone().size == ran.bound.devices
-    pays = Ranks.hides_exchanges(usual) if is_here else True
+    pays = Ranks.hides_exchanges(usual) if is_here and not planned.options.accelerators else True
     is_alone = ran.bound.devices == 1
     when = ", once exchanges of ids and rows are found to take a sixth of the time" if pays is None else ""
     if pays is False and is_alone:
@@ -171,21 +171,21 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     fetched, asked = (set(map(family_of, of)) for of in found)
     if is_here and not usual.knows_lists:
         return ["nothing is fetched ahead, as node leaders fetch for several ranks"]
+    named = {v: each.path for v, each in zip(compiled.program.block.inputs, compiled.program.inputs, strict=False)}
+    by = " and ".join(named[v] for v in prefix.inputs) if prefix else ""
+    asked_for = f"are asked for beside a step, by {by} as shard gives {'it' if len(by.split()) == 1 else 'them'}"
     paths: dict[str, list[str]] = {}
     for space in ran.analysed.facts.spaces:
         to_date = "brought up to date by what it is expected to write to their update log, " * space.deferred
-        text = (
-            f"rows of the next batch are asked for beside a step, {to_date}and fetched as far as it doesn't write them"
-            f"{when}"
-        )
+        text = f"rows of the next batch {asked_for}, {to_date}and fetched as far as it doesn't write them{when}"
         if is_alone:
-            text = "rows of the next batch are copied to the devices beside a step, as far as it doesn't write them"
+            text = f"rows of the next batch {asked_for}, and copied to the devices as far as it doesn't write them"
         if space.family not in asked:
-            text = "nothing is asked for ahead, as ids depend on the state"
+            text = f"nothing is asked for ahead, as {why_not_ahead(compiled.program, space.family)}"
         elif space.family not in fetched:
             reason = "what is sent depends on other values than rows of tables"
             reason = "owners add up bags of them" if space.family in pooled else reason
-            text = f"rows of the next batch are asked for beside a step, but not fetched, as {reason}"
+            text = f"rows of the next batch {asked_for}, but not fetched, as {reason}"
             text = text if fetched else f"nothing is fetched ahead, as {reason}"
         if space.family in hosted:
             paths.setdefault(text, []).append(ran.analysed.inputs[space.tables[0]].path)

@@ -14,7 +14,8 @@ import pytest
 import autopar
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.segmented import SegmentedProgram
-from tests.support.mpi.ahead_cases import ANYWHERE, OPTIMIZERS, Batch, assert_same_bits, batches, make, train
+from autopar.planning.notes import hot_rows_notes
+from tests.support.mpi.ahead_cases import ANYWHERE, HOSTS, OPTIMIZERS, Batch, assert_same_bits, batches, make, train
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +120,38 @@ def test_a_copied_state_gets_rows_of_its_own() -> None:
 def test_what_is_told() -> None:
     step, state = make("adagrad", "adamw")
     text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
-    named = (
-        "of params/tables/adagrad, params/tables/adamw rows of the next batch are copied to the devices beside a step"
-    )
-    assert named in text
+    assert "of params/tables/adagrad, params/tables/adamw rows of the next batch are asked for beside a step" in text
+    assert "by batch/ids as shard gives it, and copied to the devices as far as it doesn't write them" in text
     with mock.patch.object(Ranks, "hides_exchanges", staticmethod(lambda exchange: False)):
         assert "Batches of autopar.shard" not in str(autopar.explain(step, state, next(batches(1))))
+
+
+@pytest.mark.parametrize(
+    ("ids_of", "told"),
+    [
+        (lambda state, ids, shift: ids + shift, "by ids and shift as shard gives them"),
+        (lambda state, ids, shift: ids + state["next"], "asked for ahead, as ids depend on the state (next)"),
+        (lambda state, ids, shift: _printed(ids), "asked for ahead, as ids are computed beside an effect"),
+    ],
+)
+def test_what_ids_depend_on_is_told(ids_of: Callable[..., jax.Array], told: str) -> None:
+    @autopar.parallelize(strategy={"rows": HOSTS})
+    def step(state: Any, ids: jax.Array, shift: jax.Array) -> Any:
+        grad = jax.grad(lambda rows: jnp.sum(rows[ids_of(state, ids, shift)] ** 2))(state["rows"])
+        return {"rows": state["rows"] - 0.1 * grad, "next": state["next"] + 1}
+
+    state = {"rows": jnp.ones((300, 8)), "next": jnp.int32(0)}
+    text = " ".join(str(autopar.explain(step, state, jnp.arange(16), jnp.int32(1))).split())
+    assert told in text
+
+
+def _printed(ids: jax.Array) -> jax.Array:
+    jax.debug.print("{}", ids[0])
+    return ids
+
+
+def test_what_travels_to_an_accelerator_is_told() -> None:
+    step, state = make("adagrad")
+    (told,) = hot_rows_notes(autopar.plan(step, state, next(batches(1))), accelerators=True)
+    # 60 rows of 32 B, there and back.
+    assert "All rows of a batch travel to the accelerator and back, at most 3.8 KiB a step" in told

@@ -196,7 +196,8 @@ class SegmentedProgram:
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeSegment) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
-        nothing = ranks.is_joint or not ranks.exchange.knows_lists
+        in_reach = ranks.exchange.size == 1 and not ranks.hides_exchanges(ranks.exchange)  # rows are where CPUs compute
+        nothing = ranks.is_joint or not ranks.exchange.knows_lists or in_reach
         found = [None if nothing else prefix_of(program, items, self._layouts, deferred=own) for own in (False, True)]
         #: What runs ahead, without and with deferred rows, if rows do: ids alone aren't worth that the ranks agree.
         self._prefixes = [one if one is not None and (one.fetches or one.sent) else None for one in found]

@@ -466,8 +466,9 @@ def check_what_is_told() -> None:
         return " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
 
     text = told("all", "adagrad", "adamw")
-    assert "of params/tables/adagrad rows of the next batch are asked for beside a step, and fetched" in text
-    assert "of params/tables/adamw rows of the next batch are asked for beside a step, brought up to date" in text
+    assert "of params/tables/adagrad rows of the next batch are asked for beside a step, by batch/ids as shard" in text
+    assert "as shard gives it, and fetched as far as" in text
+    assert "as shard gives it, brought up to date by what it is expected to write" in text
     others = [name for name in OPTIMIZATIONS if name != "prefetch"]
     text = told(others)
     assert "Batches of autopar.shard" not in text

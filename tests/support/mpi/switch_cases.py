@@ -134,8 +134,11 @@ def check_what_is_told() -> None:
     assert "leaves out" not in text and said.removeprefix(begins) in " ".join(text.split())
     with mock.patch.object(Ranks, "hides_exchanges", staticmethod(lambda exchange: True)):
         _, _, naive = _ran(_without("prefetch"))
-        rows = "of emb rows of the next batch are asked for beside a step, and fetched as far as it doesn't write them"
-        assert _said(naive, "prefetch") == (f"with it {rows}" if RANKS > 1 else NOTHING)
+        what = "and fetched" if RANKS > 1 else "and copied to the devices"
+        rows = "of emb rows of the next batch are asked for beside a step, by ids as shard gives it"
+        assert _said(naive, "prefetch") == f"with it {rows}, {what} as far as it doesn't write them", _said(
+            naive, "prefetch"
+        )
 
 
 NOTHING = "nothing is at stake here"
