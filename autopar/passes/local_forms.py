@@ -312,14 +312,13 @@ class Forms(ZeroWriter, abc.ABC):
         """Returns a new value reduced over the devices, or over the owners of rows."""
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
+        is_rounded = op == "sum" and self.rounds_once and is_short(new.dtype)
+        part = self._unrounded(new) if is_rounded else new
         if self.shared.reduces_by_mpi and not owners:
-            new = self.reduce_in_rank(new, op)
+            part = self.reduce_in_rank(part, op)
         ranks = {"ranks": True} if owners and self.shared.bound.on_hosts else {}
-        if op == "sum" and self.rounds_once and is_short(new.dtype):
-            wide = self._unrounded(new)
-            total = self.emit(self.shared.op("reduce"), (wide,), wide.type, {"op": op, **ranks})
-            return self._cast(total, new.dtype, source)
-        return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
+        total = self.emit(self.shared.op("reduce"), (part,), part.type, {"op": op, **ranks})
+        return self._cast(total, new.dtype, source) if is_rounded else total
 
     def _unrounded(self, new: Atom) -> Atom:
         """Returns a new value of 8 or 16 bits in float32, as the products that it is a sum of make it."""
