@@ -39,7 +39,7 @@ BATCH_AXIS = {"batch/negatives": None, "**": 0}
 COUNTED_STEPS = 10  # whose bytes are averaged
 TURNS = 3  # of each form, in the comparison at the end
 
-#: Of `optimize=`, each switched on beside those before it. ("prefetch" needs `autopar.shard`, and several machines.)
+#: Of `optimize=`, each switched on beside those before it.
 SWITCHES = ("hybrid", "local", "owner", "border", "once")
 
 EVERY = 30  # steps from one mean to the next
@@ -101,7 +101,11 @@ def ablation(make_state: Callable[[], Any], data: Iterator[Batch], words: int) -
         times, nbytes = found.seconds["none"] / seconds, found.sent[name] or 0
         lines.append(f"{name:10} {words / seconds:9.0f} {1e3 * seconds:8.1f} {nbytes / 2**20:9.3f} {times:10.2f}")
     return "\n".join(
-        [*lines, f"medians of {found.steps} steps in turn; metrics differ by {found.difference:.1e} at most"]
+        [
+            *lines,
+            f"medians of {found.steps} steps in turn; metrics differ by {found.difference:.1e} at most",
+            "prefetch isn't among them: these batches don't come by autopar.shard(source, step=), which knows the next",
+        ]
     )
 
 

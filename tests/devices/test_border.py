@@ -85,6 +85,28 @@ def test_explain_names_each_move() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "operations"), [("cast", ("convert_element_type",)), ("overlapping slices", ("pad",)), ("slice", ())]
+)
+def test_what_would_round_otherwise_stays_and_is_told(name: str, operations: tuple[str, ...]) -> None:
+    """Gradients cross in their form behind it: with a cast before the sum, say, rows that several ids have differ."""
+    look, _, sent = MOVED[name]
+    step, state = _planned(look)
+    (reason,) = (t.reason for t in autopar.plan(step, state, ids_of(0)).tables)
+    told = re.findall(r"; (\S+) \(\S+borders.py:\d+\)[^;]* stays? where gradients are made: their sum would", reason)
+    assert (tuple(told) == operations) and ("would round otherwise" in reason) is (sent == 4 * WIDTH), reason
+    if name == "cast":
+        text = " ".join(str(autopar.explain(step, state, ids_of(0))).split())
+        assert "stays where gradients are made: their sum would round otherwise" in text
+        narrow = jax.grad(lambda rows: jnp.mean(jnp.tanh(rows * jnp.bfloat16(0.7)) ** 2))(
+            state["params"]["emb"][ids_of(0)].astype(jnp.bfloat16)
+        )
+        zeros = jnp.zeros((400, WIDTH))
+        cast_first = zeros.at[ids_of(0)].add(narrow.astype(jnp.float32))
+        cast_last = zeros.astype(jnp.bfloat16).at[ids_of(0)].add(narrow).astype(jnp.float32)
+        assert np.any(np.asarray(cast_first) != np.asarray(cast_last)), "else nothing is at stake"
+
+
 @pytest.mark.parametrize("clips", [False, True])
 def test_explain_names_what_owners_do_with_gradients(clips: bool) -> None:
     """All of an update, by rows; of a global norm each owner's sum crosses."""

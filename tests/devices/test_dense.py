@@ -14,6 +14,7 @@ from autopar.measure.compiled_collectives import read_collectives
 from tests.support.dense_steps import HIDDEN, ROWS, WIDTH, make_state, step
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
+from tests.support.rounding import momentum_rounded_at_random
 from tests.support.row_steps import same
 
 IDS = jax.random.randint(jax.random.key(1), (8, 5), 0, ROWS)
@@ -135,3 +136,26 @@ def test_strategies_that_can_not_be(strategy: dict[str, str], message: str) -> N
 def test_shares_of_one_device_are_the_whole() -> None:
     planned = autopar.parallelize(step, strategy={"**": "ps"}, mesh=mesh_of(1))
     same(planned(make_state(), IDS), jax.jit(step)(make_state(), IDS))
+
+
+def test_momentum_that_is_rounded_at_random_draws_as_on_one_device() -> None:
+    """Rows that a batch doesn't touch as well: all of them are dense."""
+    optimizer = momentum_rounded_at_random(0.3)
+
+    def train(state: Pytree, ids: jax.Array) -> Pytree:
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(p["emb"][ids].sum(1)) ** 2))(state["params"])
+        updates, slots = optimizer.update(grads, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, loss
+
+    params = {"emb": jax.random.normal(jax.random.key(2), (ROWS, WIDTH))}
+    mine = theirs = {"params": params, "slots": optimizer.init(params)}
+    planned = autopar.parallelize(train, mesh=mesh_of(4), donate=False)
+    for k in range(6):
+        ids = (IDS + 7 * k) % (ROWS // 2)
+        (mine, _), (theirs, _) = planned(mine, ids), jax.jit(train)(theirs, ids)
+    assert planned.plan is not None and not planned.plan.lifts
+    (a, _), (b, _) = mine["slots"], theirs["slots"]
+    ours, plain = (np.asarray(x["emb"], np.float32) for x in (a, b))
+    moving = plain != 0
+    assert moving.sum() > 100 and np.mean(ours[moving] != plain[moving]) < 0.02, "another draw differs in a half"
+    np.testing.assert_allclose(mine["params"]["emb"], theirs["params"]["emb"], rtol=1e-3, atol=1e-5)

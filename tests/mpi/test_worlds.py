@@ -167,7 +167,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "bag_cases": {(3, 1): (), (4, 1): ()},
     "ahead_cases": {(2, 2): (), (3, 1): ()},
     "many_steps_cases": {(2, 1): ("check_many_steps",)},
-    "switch_cases": {(1, 1): (), (3, 1): ()},
+    "switch_cases": {(1, 1): (), (3, 1): (), (4, 1): ("check_numbers", "check_bytes")},
     "owner_cases": {(3, 1): ()},
     "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},
     "pipeline_cases": {

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.ir.strategy import OPTIMIZATIONS
 from tests.support.mpi.jobs import MPIEXEC, ROOT, WARNINGS
 
 CORPUS = ROOT / "autopar" / "analysis"
@@ -23,6 +24,18 @@ def run(name: str, *flags: str | Path | int, ranks: int = 1) -> str:
     job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
     return job.stdout
+
+
+def test_the_ablation_of_the_demo_over_processes() -> None:
+    """A line for each optimisation, the first for none."""
+    sizes = ("--vocab", 200, "--dim", 8, "--batch", 4, "--length", 5)
+    text = run("language_model_mpi.py", "--ablation", "--corpus", CORPUS, *sizes, ranks=2)
+    rows = re.findall(r"^(none|\+ \w+) +(\d+) +([\d.]+) +([\d.]+) +([\d.]+)$", text, re.MULTILINE)
+    switched = ["none", *(f"+ {name}" for name in OPTIMIZATIONS if name != "prefetch")]
+    assert [name for name, *_ in rows] == switched and rows[0][-1] == "1.00", text
+    assert all(float(value) > 0 for _, *values in rows for value in values)
+    assert "prefetch isn't among them: " in text
+    assert float(re.findall(r"metrics differ by (\S+) at most", text)[0]) < 1e-4
 
 
 def losses(text: str) -> list[float]:

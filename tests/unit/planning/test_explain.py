@@ -16,6 +16,7 @@ from IPython.core.compilerop import CachingCompiler
 
 import autopar
 from tests.support.explained import explained
+from tests.support.rounding import momentum_rounded_at_random
 from tests.zoo import VARIANTS
 
 ROWS = 50_000
@@ -146,6 +147,43 @@ def test_an_optimizer_that_mixes_rows_is_named() -> None:
     emb = next(r for r in told.rows if r.path == "params/emb")
     assert emb.action == "dense" and "reduce_sum over all rows" in emb.reason
     assert "test_explain.py" in emb.plan.line
+
+
+@pytest.mark.parametrize("rows", [2**31 - 2, 2**31 - 1, 2**31, 2**33])
+def test_tables_whose_rows_int32_cannot_number_are_refused(rows: int) -> None:
+    """Nothing is made: they are shapes."""
+
+    def step(table: Any, ids: Any) -> tuple[Any, Any]:
+        return table - 0.1 * jax.grad(lambda t: jnp.sum(jnp.sin(t[ids])))(table), ids.sum()
+
+    with jax.enable_x64(True):
+        table, ids = jax.ShapeDtypeStruct((rows, 1), np.float32), jax.ShapeDtypeStruct((12,), np.int64)
+        (found,) = autopar.plan(autopar.parallelize(step), table, ids).tables
+        is_large = rows > 2**31 - 2
+        assert (found.lifted, found.refused) == (not is_large, is_large)
+        hosted = autopar.parallelize(step, strategy={"table": ("ps", "hosts")})
+        if is_large:
+            assert (found.reason, found.remedy) == (
+                f"it has {rows} rows; numbers of rows are int32",
+                "divide it into several tables",
+            )
+            told = f"table can't be on hosts: it has {rows} rows; .* To change it: divide it into several tables"
+            with pytest.raises(autopar.StrategyError, match=told):
+                autopar.plan(hosted, table, ids)
+        else:
+            assert autopar.plan(hosted, table, ids).on_hosts
+
+
+def test_momentum_that_is_rounded_at_random_keeps_a_table_dense() -> None:
+    """Each row draws bits in each step, touched or not."""
+    step, state = make(momentum_rounded_at_random(0.1))
+    told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
+    emb = next(r for r in told.rows if r.path == "params/emb")
+    assert emb.action == "dense" and "an array of all rows that isn't computed row by row (noise" in emb.reason
+    assert re.search(r"rounding.py:\d+", emb.plan.line)
+    hosted = autopar.parallelize(step, strategy={"params/emb": ("ps", "hosts")})
+    with pytest.raises(autopar.StrategyError, match=r"params/emb can't be on hosts: .*noise.*\(\S+rounding.py:\d+\)"):
+        autopar.plan(hosted, state, IDS)
 
 
 def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
