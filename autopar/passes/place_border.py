@@ -3,6 +3,7 @@
     table[ids][..., :8]                        ->  table[:, :8][ids]
     table[ids].astype(bfloat16)                ->  table.astype(bfloat16)[ids]
     table[ids].sum(-1)                         ->  table.sum(-1)[ids]
+    table.astype(float32)[ids]                  ->  table[ids].astype(float32)
     zeros.at[ids].add(pad(g, ...))             ->  pad(zeros.at[ids].add(g), ...)
     zeros.at[ids].add(broadcast(g, ...))       ->  broadcast(zeros.at[ids].add(g), ...)
 
@@ -53,12 +54,18 @@ class Moved:
     operations: tuple[str, ...]  #: Each with its line.
     before: int  #: Bytes of a row on the wire.
     after: int
+    behind: tuple[str, ...] = ()  #: Operations that are written ahead of a lookup, and run behind it.
 
     def __str__(self) -> str:
-        runs = "run" if len(self.operations) > 1 else "runs"
         sent = "send" if self.sent == "looked_up" else "are sent gradients of"
-        names = ", ".join(self.operations)
-        return f"{names} {runs} at the rows' owners, who {sent} {self.after} B a row in place of {self.before} B"
+        saved = f"{sent} {self.after} B a row in place of {self.before} B"
+        texts = [f"{_run(self.operations)} at the rows' owners, who {saved}"] * bool(self.operations)
+        later = "" if texts else f", and the rows' owners {saved}"
+        return "; ".join([*texts, *[f"{_run(self.behind)} behind the lookup{later}"] * bool(self.behind)])
+
+
+def _run(operations: Sequence[str]) -> str:
+    return f"{', '.join(operations)} {'run' if len(operations) > 1 else 'runs'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +113,30 @@ def _placed(
 ) -> tuple[Program, list[Moved | Kept]] | None:
     """Returns the program with one border of some families moved, given a leaf of each, and what moved; None if another
     family is harmed, or more is sent."""
-    notes, moving, block = list[Moved | Kept](), dict[int, list[str]](), program.block
+    notes, moving, block = list[Moved | Kept](), dict[int, tuple[Sequence[str], Sequence[str]]](), program.block
     spaces = {k: _space(program, k) for k in leaves}
     for k, space in spaces.items():
         one = border(replace(program, block=block), space)
-        block, moving[k] = one.run()
+        block, operations = one.run()
+        moving[k] = operations, one.behind
         if kept := _told(one.kept):
             notes.append(Kept(_paths(program, space), tuple(kept)))
-    if not any(moving.values()):
+    if not any(any(of) for of in moving.values()):
         return program, notes
     moved = analyze(replace(program, block=block, rows=None))
     pairs = itertools.zip_longest(program.facts.spaces, moved.facts.spaces)
     if not all(old and new and _are_alike(old, new) for old, new in pairs):
         return None
-    for k, operations in moving.items():
+    for k, (operations, behind) in moving.items():
         before, after = (
             getattr(row_bytes(p, s, p.ids[s.family], on_cpus=on_cpus), border.sent)
             for p, s in ((program, spaces[k]), (moved, _space(moved, k)))
         )
-        if operations and after >= before:
+        if (operations or behind) and after >= before:
             return None
-        if operations:
-            notes.append(Moved(_paths(program, spaces[k]), border.sent, tuple(operations), before, after))
+        if operations or behind:
+            paths = _paths(program, spaces[k])
+            notes.append(Moved(paths, border.sent, tuple(operations), before, after, tuple(behind)))
     return moved, notes
 
 
@@ -167,7 +176,7 @@ class _Function:
     """A function of a row."""
 
     type: ArrayType  #: Of all rows, [V, ...].
-    made: Equation | None  #: The equation that computes it after a lookup; None: a value that is looked up.
+    made: Equation | None  #: The equation that computes it, ahead of a lookup or behind; None: a value of the owners.
     params: Params
     operands: tuple[int | Atom, ...]  #: Numbers of functions, and literals.
 
@@ -185,6 +194,7 @@ class _Looked:
     function: int
     lookup: Equation
     fill: Leaf  #: Of ids out of range; None: these mean the nearest row.
+    fills: Mapping[int, Leaf] = field(default_factory=dict)  #: Those of functions that are written ahead of the lookup.
 
     @property
     def index(self) -> Atom:
@@ -210,10 +220,14 @@ class _Lookups:
     looked: dict[Atom, _Looked] = field(default_factory=dict)
     uniform: dict[Atom, Literal] = field(default_factory=dict)  #: Value -> the number that all its elements are.
     needed: set[int] = field(default_factory=set)  #: Functions that are read by something else.
+    producers: dict[Var, Equation] = field(default_factory=dict)
+    ahead: dict[Atom, int | None] = field(default_factory=dict)  #: Value of all rows -> its number, if it has one.
+    behind: Sequence[str] = ()  #: Operations that moved from ahead of a lookup.
 
     def run(self) -> tuple[Block, list[str]]:
-        """Returns the new block, and the operations that moved."""
+        """Returns the new block, and the operations that moved to the owners."""
         block = self.program.block
+        self.producers = {out: e for e in block.equations for out in e.outputs}
         lookups = {a.equation for a in _accesses(self.space, lookups=True)}
         for equation in block.equations:
             if equation in lookups:
@@ -221,29 +235,75 @@ class _Lookups:
             elif not self._follow(equation):
                 self.needed.update(self.looked[a].function for a in equation.inputs if a in self.looked)
         self.needed.update(self.looked[a].function for a in block.outputs if a in self.looked)
-        given = {n for n, f in enumerate(self.functions) if f.made is None}
         costs = [f.type.nbytes // self.space.extent for f in self.functions]
-        if all(n in given or cost >= sum(costs[k] for k in given) for n, cost in enumerate(costs)):
+        written = {x.function for out, x in self.looked.items() if x.lookup.outputs[0] is out}
+        if all(n in written or cost >= sum(costs[k] for k in written) for n, cost in enumerate(costs)):
             return block, []
         if any(a.is_lookup and a.equation not in lookups for a in self.space.accesses):
-            self.needed |= given  # others, in loops, read rows as they are
+            self.needed |= written  # others, in loops, read rows as they are
         reads = [(k, n) for n, f in enumerate(self.functions) for k in f.operands if isinstance(k, int)]
-        own = cheapest_cut(costs, reads, given, self.needed) - given
-        ordered = in_order(self._rewritten(own), block.inputs) if own else None
+        given = {n for n, f in enumerate(self.functions) if f.made is None}
+        ahead = given.union(n for n in self.ahead.values() if n is not None)
+        # What is written ahead of a lookup stays there if nothing is saved.
+        cuts = (cheapest_cut(costs, reads, of, self.needed) for of in (ahead, given))
+        own = min(cuts, key=lambda own: sum(costs[k] for k in self._sent(own)))
+        ordered = in_order(self._rewritten(own), block.inputs) if own - given != ahead - given else None
         if ordered is None:
             return block, []
-        moved = _told(e for n in sorted(own) if (e := self.functions[n].made) is not None)
+        made = {n: f.made for n, f in enumerate(self.functions) if f.made is not None}
+        self.behind = _told(made[n] for n in sorted(ahead - own))
+        moved = _told(made[n] for n in sorted(own - ahead))
         return merge_equal(eliminate_dead(block.with_equations(ordered))[0]), moved
 
     def _begin(self, lookup: Equation) -> None:
-        table = lookup.inputs[0]
+        table, mode, value = lookup.inputs[0], str(lookup.params["mode"]), lookup.params["fill_value"]
         if not isinstance(table.type, ArrayType) or not jax_compat.is_float(table.dtype):
             return
-        function = self._number(("table", table), _Function(table.type, None, {}, (table,)))
-        fills = "FILL" in str(lookup.params["mode"])
-        value = lookup.params["fill_value"]
-        fill = np.asarray(np.nan if value is None else value).astype(table.dtype) if fills else None
-        self.looked[lookup.outputs[0]] = _Looked(function, lookup, fill)
+        fill = np.asarray(np.nan if value is None else value).astype(table.dtype) if "FILL" in mode else None
+        function, fills = self._function_ahead(table), dict[int, Leaf]()
+        if function is not None and fill is not None:
+            found = self._fill_ahead(function, lookup, fill, fills)
+            function = function if found is not None and np.array_equal(found, fill, equal_nan=True) else None
+        if function is None:
+            function = self._number(("table", table), _Function(table.type, None, {}, (table,)))
+        self.looked[lookup.outputs[0]] = _Looked(function, lookup, fill, fills)
+
+    def _function_ahead(self, atom: Atom) -> int | None:
+        """Returns the number of a leaf's value of all rows, or of what is computed of it row by row ahead of a lookup;
+        None for any other value."""
+        if atom in self.ahead:
+            return self.ahead[atom]
+        type_, self.ahead[atom] = atom.type, None
+        if not (isinstance(atom, Var) and isinstance(type_, ArrayType) and jax_compat.is_float(type_.dtype)):
+            return None
+        made = self.producers.get(atom)
+        if atom in [self.program.block.inputs[k] for k in self.space.leaves]:
+            self.ahead[atom] = self._number(("table", atom), _Function(type_, None, {}, (atom,)))
+        elif made is not None and made.params.get("sharding") is None and (_is_elementwise(made) or _joins_rows(made)):
+            operands = [a if isinstance(a, Literal) else self._function_ahead(a) for a in made.inputs]
+            known = tuple(x for x in operands if x is not None)
+            if len(known) == len(operands) and any(isinstance(x, int) for x in known):
+                self.ahead[atom] = self._number_of(made, _Function(type_, made, made.params, known))
+        return self.ahead[atom]
+
+    def _fill_ahead(self, number: int, lookup: Equation, fill: Leaf, fills: dict[int, Leaf]) -> Leaf:
+        """Returns the fill of a function that is written ahead of a lookup, if a leaf's is `fill`, and notes those of
+        all that it is computed of; None: that isn't known."""
+        if number not in fills:
+            f = self.functions[number]
+            if f.made is None:
+                fills[number] = fill.astype(f.type.dtype)
+            else:
+                below = {k: self._fill_ahead(k, lookup, fill, fills) for k in f.operands if isinstance(k, int)}
+                found = (_Looked(x, lookup, below[x]) if isinstance(x, int) else x for x in f.operands)
+                operands = [x for x in found if isinstance(x, _Looked | Literal)]
+                fills[number] = None if None in below.values() else _filled(f.made, operands)
+        return fills[number]
+
+    def _number_of(self, equation: Equation, function: _Function) -> int:
+        """Returns the number of what an equation computes: the same for the same function."""
+        operands = tuple(n if isinstance(n, int) else atom_key(n) for n in function.operands)
+        return self._number((equation.op, params_key(replace(equation, params=function.params)), operands), function)
 
     def _number(self, key: Hashable, function: _Function) -> int:
         number = self.numbers.setdefault(key, len(self.functions))
@@ -272,17 +332,19 @@ class _Lookups:
         type_ = equation.outputs[0].type
         type_ = replace(type_, shape=(self.space.extent, *type_.shape[ids:]))
         numbers = tuple(x.function if isinstance(x, _Looked) else x for x in operands)
-        named = replace(equation, params=params)
-        key = equation.op, params_key(named), tuple(n if isinstance(n, int) else atom_key(n) for n in numbers)
-        function = self._number(key, _Function(type_, equation, params, numbers))
+        function = self._number_of(equation, _Function(type_, equation, params, numbers))
         self.looked[equation.outputs[0]] = _Looked(function, first.lookup, fill)
         return True
 
+    def _sent(self, own: frozenset[int]) -> set[int]:
+        """Returns the functions that owners send, if they compute some."""
+        read = {k for n, f in enumerate(self.functions) if n not in own for k in f.operands if isinstance(k, int)}
+        return (read | self.needed) & own
+
     def _rewritten(self, own: frozenset[int]) -> list[Equation]:
         """Returns the block's equations, in any order, with lookups of the cut's functions in place of what computes
-        them of looked-up rows."""
-        sent = {k for n, f in enumerate(self.functions) if n not in own for k in f.operands if k in own}
-        sent |= self.needed & own
+        them of looked-up rows, or of looked-up rows of wider ones."""
+        sent = self._sent(own)
         of_rows: dict[int, Atom] = {n: f.table for n, f in enumerate(self.functions) if f.made is None}
         written = list[Equation]()
 
@@ -295,16 +357,39 @@ class _Lookups:
                 written.append(replace(made, inputs=operands, outputs=(out,), params=f.params))
             return of_rows[n]
 
+        def behind(n: int, looked: _Looked, found: dict[int, Atom], output: Var | None = None) -> Atom:
+            if n not in found:
+                f, ids = self.functions[n], looked.index.shape[:-1]
+                found[n] = out = output or Var(replace(f.type, shape=(*ids, *f.type.shape[1:])))
+                if f.made is None or n in own:
+                    written.append(_gather(replace(looked, fill=looked.fills.get(n)), computed(n), out))
+                else:
+                    operands = tuple(behind(k, looked, found) if isinstance(k, int) else k for k in f.operands)
+                    axis = {"dimension": f.params["dimension"] + len(ids) - 1} if f.made.op == "concatenate" else {}
+                    written.append(replace(f.made, inputs=operands, outputs=(out,), params={**f.params, **axis}))
+            return found[n]
+
         for equation in self.program.block.equations:
             looked = self.looked.get(equation.outputs[0]) if equation.outputs else None
-            if looked is not None and looked.function in sent:
-                equation = _gather(looked, computed(looked.function), equation)
+            if looked is not None and equation is looked.lookup and looked.function not in own:
+                behind(looked.function, looked, {}, equation.outputs[0])
+                continue
+            if looked is not None and equation is not looked.lookup and looked.function in sent:
+                equation = _gather(looked, computed(looked.function), equation.outputs[0])
             written.append(equation)
         return written
 
 
-def _gather(looked: _Looked, table: Atom, made: Equation) -> Equation:
-    """Returns the lookup of a value of all rows, in place of an equation that made it of looked-up rows."""
+def _is_elementwise(equation: Equation) -> bool:
+    return equation.op in PLACED_ELEMENTWISE and equation.op not in ("device_put", "select_n", "clamp")
+
+
+def _joins_rows(equation: Equation) -> bool:
+    return equation.op == "concatenate" and equation.params["dimension"] > 0
+
+
+def _gather(looked: _Looked, table: Atom, out: Var) -> Equation:
+    """Returns the lookup of a value of all rows."""
     like, ids, rank = looked.lookup, len(looked.index.shape) - 1, len(table.shape)
     params = {
         **like.params,
@@ -313,7 +398,7 @@ def _gather(looked: _Looked, table: Atom, made: Equation) -> Equation:
     }
     if looked.fill is not None:
         params["fill_value"] = looked.fill.item()
-    return replace(like, inputs=(table, looked.index), outputs=made.outputs, params=params)
+    return replace(like, inputs=(table, looked.index), outputs=(out,), params=params)
 
 
 def _filled(equation: Equation, operands: Sequence[_Looked | Literal]) -> np.ndarray | None:
@@ -348,7 +433,7 @@ def _by_rows(equation: Equation, ids: int, extent: int) -> Params | None:
 
     if p.get("sharding") is not None or p.get("out_sharding") is not None or out[:ids] != shape[:ids]:
         return None
-    if op in PLACED_ELEMENTWISE and op not in ("device_put", "select_n", "clamp"):
+    if _is_elementwise(equation):
         return p
     if op in REDUCTION_PRIMITIVES and (axes := of_row(p["axes"])) is not None:
         return {**p, "axes": axes}
@@ -393,6 +478,7 @@ class _Gradients:
     space: RowSpace
     sent: ClassVar[str] = "gradients"
     methods: ClassVar[tuple[str, ...]] = ("ps", "allgather", "allreduce_rows")
+    behind: Sequence[str] = ()
     kept: list[Equation] = field(default_factory=list)  #: Equations after which a sum would round otherwise.
     values: ZeroWriter = field(default_factory=ZeroWriter)
     new: list[Equation] = field(default_factory=list)  #: Equations in place of a sum.

@@ -75,6 +75,29 @@ def test_it_goes_with_any_method_and_optimizer(method: str, optimizer: str) -> N
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adam"])
+@pytest.mark.parametrize(
+    ("look", "row", "gradient"),
+    [
+        (lambda t, i: t.astype(jnp.float32)[i], 64, 128),
+        (lambda t, i: jnp.concatenate([t, t**2], 1).astype(jnp.float32)[i], 64, 256),
+    ],
+)
+def test_rows_that_are_widened_ahead_of_their_lookup_travel_as_the_table_has_them(
+    look: Look, row: int, gradient: int, optimizer: str
+) -> None:
+    """Their gradients are added up as they are written, and the bits stay."""
+    tx = {"sgd": optax.sgd(0.1), "adagrad": optax.adagrad(0.1), "adam": optax.adam(0.01)}[optimizer]
+    step, state = _planned(look, tx=tx)
+    off, _ = _planned(look, tx=tx, optimize=["once"])
+    params = {**state["params"], "emb": state["params"]["emb"].astype(jnp.bfloat16)}
+    state = {"params": params, "opt": tx.init(params)}
+    table = autopar.plan(step, state, ids_of(0)).table("params/emb")
+    assert table.sizes is not None and (table.sizes.row_bytes, table.sizes.sent_gradient) == (row, gradient)
+    assert re.search(rf"behind the lookup, and the rows' owners send 64 B a row in place of {gradient} B", table.reason)
+    jax.tree.map(np.testing.assert_array_equal, _trained(step, state), _trained(off, state))
+
+
 def test_explain_names_each_move() -> None:
     step, state = _planned(MOVED["slice, cast"][0])
     text = " ".join(str(autopar.explain(step, state, ids_of(0))).split())

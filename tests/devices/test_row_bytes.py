@@ -42,8 +42,8 @@ LOOKS: dict[str, tuple[Look, int, int]] = {
     "two slices": (lambda t, i: jnp.concatenate([t[:, :4][i], t[:, 4:6][i + 1]], -1), 24, 24),
     "a slice, and all": (lambda t, i: jnp.concatenate([t[:, :4][i], t[i + 1]], -1), 80, 80),
     "projected": (lambda t, i: (t @ jnp.ones((WIDTH, 2)))[i], 8, 8),
-    "wider": (lambda t, i: jnp.concatenate([t, t * 2], 1)[i], 128, 128),
-    "without a gradient, too": (lambda t, i: t[i] * lax.stop_gradient(jnp.tanh(t)[i]), 128, 64),
+    "wider": (lambda t, i: jnp.concatenate([t, t * 2], 1)[i], 64, 128),
+    "without a gradient, too": (lambda t, i: t[i] * lax.stop_gradient(jnp.tanh(t)[i]), 64, 64),
     "scanned": (_scanned, 64, 4 * 64),
     "recomputed": (_recomputed, 64, 64),
 }

@@ -33,6 +33,16 @@ def _written(t: Any, i: Any) -> Any:
     return jnp.concatenate([t[:, :4][i], t[i + 1][..., :4]], -1)
 
 
+def _doubled(t: Any) -> Any:
+    """Rows that are wider ahead of their lookup."""
+    return jnp.concatenate([t, jnp.tanh(t)], 1)
+
+
+def _twice(t: Any, i: Any) -> Any:
+    """Two lookups of wide rows and one of the table: all need its rows alone."""
+    return _doubled(t)[i] * _doubled(t)[i + 1] + jnp.tile(t[i], 2)
+
+
 #: (lookup, bytes of a row that are looked up, of gradients that are sent). All of a row are 128 bytes.
 MOVED: Mapping[str, tuple[Look, int, int]] = {
     "slice": (lambda t, i: t[i][..., :8], 32, 32),
@@ -59,6 +69,16 @@ MOVED: Mapping[str, tuple[Look, int, int]] = {
     "clipped": (lambda t, i: t.at[3 * i - ROWS].get(mode="clip")[..., :8], 32, 32),
     "no gradient": (lambda t, i: t[i][..., :8] * (lax.stop_gradient(t[i]) ** 2).sum(-1, keepdims=True), 36, 32),
     "count": (lambda t, i: t[i][..., :8] * (t[i] > 0).sum(-1, keepdims=True), 36, 32),
+    "widened ahead": (lambda t, i: _bf16(t).astype(jnp.float32)[i], 64, 128),
+    "widened ahead, slice": (lambda t, i: _bf16(t).astype(jnp.float32)[i][..., :8], 32, 32),
+    "doubled ahead": (lambda t, i: _doubled(t)[i], 128, 256),
+    "doubled ahead, twice": (_twice, 128, 640),
+    "doubled ahead, one id": (lambda t, i: _doubled(t)[i[:, 0]], 128, 256),
+    "doubled ahead, slice": (lambda t, i: _doubled(t)[i][..., 28:36], 32, 32),
+    "doubled ahead, filled": (lambda t, i: jnp.nan_to_num(jnp.take(_doubled(t), 3 * i, axis=0)), 128, 256),
+    "doubled ahead, filled with 0": (lambda t, i: _doubled(t).at[3 * i].get(mode="fill", fill_value=0), 128, 256),
+    "doubled ahead, filled with 2": (lambda t, i: _doubled(t).at[3 * i].get(mode="fill", fill_value=2.0), 256, 256),
+    "doubled ahead, clipped": (lambda t, i: _doubled(t).at[3 * i - ROWS].get(mode="clip"), 128, 256),
     "max": (lambda t, i: lax.stop_gradient(t[i]).max(-1) * t[i][..., 0], 8, 4),
 }
 #: Those of which rows travel as they are, and why.

@@ -17,7 +17,8 @@ from tests.support.borders import KEPT, MOVED, ROWS, WIDTH, ids_of
 RANK, RANKS = jax.process_index(), jax.process_count()
 FORMS = {
     **{
-        name: MOVED[name] for name in ("slice", "halves", "slice, cast", "kept sum", "reshaped, slice", "filled with 2")
+        name: MOVED[name]
+        for name in ("slice", "halves", "slice, cast", "kept sum", "reshaped, slice", "filled with 2", "widened ahead")
     },
     "all columns": (KEPT["all columns"], 128, 128),
 }
@@ -65,6 +66,7 @@ def check_bytes_and_numbers() -> None:
     assert sent == {"rows": rows, "gradients": gradients}, (sent, rows, gradients)
     assert all(sent_whole[kind] > 2 * sent[kind] for kind in sent), (sent_whole, sent)
     text = " ".join(str(autopar.explain(step)).split())
-    assert text.count("at the rows' owners, who send") == len(FORMS) - 1
+    assert text.count("at the rows' owners, who send") == len(FORMS) - 2
+    assert "runs behind the lookup, and the rows' owners send 64 B a row in place of 128 B" in text
     assert "the owners of" in text and "nothing crosses between them" in text
     assert "reduce_sum (" in text and "who send 4 B a row in place of 128 B" in text
