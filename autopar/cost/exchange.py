@@ -93,6 +93,20 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     )
 
 
+def alone_terms(sizes: Sizes, rates: Rates, hosts: HostRates) -> tuple[Term, ...]:
+    """Lists the work of one process for a table in its host's memory: rows travel to the device with their slots, and
+    the device updates them."""
+    rows, row, host = sizes.requested, sizes.family_bytes, hosts.host
+    return (
+        Term("route ids", host.route(sizes.ids)),
+        Term("look up in host memory", host.gather(rows, row)),
+        Term("copy rows and slots to the device", hosts.copy(rows * row)),
+        Term("update rows", rates.update_s(2 * rows * (sizes.sent_gradient + row))),
+        Term("copy rows and slots to the host", hosts.copy(rows * row)),
+        Term("write to host memory", host.scatter(rows, row)),
+    )
+
+
 def _bag_terms(sizes: Sizes, rates: HostRates) -> tuple[Term, ...]:
     """Lists a rank's work where owners add up bags: each sends a sum of each bag in which it has rows."""
     s, row, gradient, host = sizes, sizes.row_bytes, sizes.sent_gradient, rates.host
@@ -321,6 +335,8 @@ def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> 
 def _table_terms(
     rates: Rates, hosts: HostRates, method: str, sizes: Sizes, others: Mapping[str, int]
 ) -> tuple[Term, ...]:
+    if method == HOSTED and sizes.devices == 1:
+        return alone_terms(sizes, rates, hosts)
     return host_terms(sizes, hosts) if method == HOSTED else step_terms(rates, sizes, others)[method]
 
 

@@ -22,7 +22,7 @@ _SIZES = tuple(1 << k for k in range(0, 31, 2))
 #: Passes over its ids in which a device sorts and finds them (a radix sort, assumed).
 _SORT_PASSES = 16
 #: Fraction of the peak flops that a model's products reach, assumed (training of large models reaches 0.3 to 0.6).
-_EFFICIENCY = 0.5
+EFFICIENCY = 0.5
 #: Bytes that a gather or scatter of a row moves beyond the row itself: parts of cache lines, and the row's number.
 _ROW_OVERHEAD = 64
 
@@ -192,7 +192,7 @@ def planned_rates(cluster: ClusterSpec) -> Rates:
         all_to_all=_line(lambda size: all_to_all_s(cluster, size / n)),
         all_gather=_line(lambda size: all_gather_s(cluster, size / n)),
         all_reduce=_line(lambda size: all_reduce_s(cluster, size)),
-        flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
+        flop_s=1 / (EFFICIENCY * cluster.device.flops_s),
         **_in_memory(cluster.device.memory_bytes_s),
     )
 
@@ -208,7 +208,7 @@ def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
     several."""
     link = cluster.between if cluster.machines > 1 else cluster.inside
     return StageRates(
-        flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
+        flop_s=1 / (EFFICIENCY * cluster.device.flops_s),
         byte_s=1 / cluster.device.memory_bytes_s,
         call_s=link.latency_s,
         send_byte_s=1 / link.bytes_s,

@@ -58,6 +58,7 @@ class TablePlan:
     #: Distinct rows that n devices touch together, each with as many ids as a device of the plan; None if unknown.
     growth: RowGrowth | None = None
     sizes: Sizes | None = None  #: On several devices, rows and bytes of the family's exchanges.
+    family_bytes: int = 0  #: Bytes of a row of the family's tables and slots; 0: unknown.
     #: On several devices, method (or `taken`) -> its predicted exchanges and updates in a step, in order.
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     #: On several devices, method -> bytes that each device would send in a step for the family.

@@ -39,7 +39,7 @@ from autopar.planning.notes import (
     tensor_notes,
 )
 from autopar.planning.plan import elsewhere, plan_of
-from autopar.planning.predictions import predict
+from autopar.planning.predictions import predict, sources_text
 from autopar.planning.switch_notes import switch_notes
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.object_step import AnyStep, require_step, unwrapped
@@ -96,8 +96,10 @@ def _explain(
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
     details = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
-    if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
+    if cluster is not None:
         details = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *details
+        if plan.devices == 1 and plan.pipeline is None:
+            details = details[0], sources_text(cluster), *details[1:]
     bound = planned.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))

@@ -25,7 +25,7 @@ from autopar.cost.rates import (
     planned_rates,
     planned_stage_rates,
 )
-from autopar.cost.simulate import TableLoad, Workload, crossing
+from autopar.cost.simulate import StepTime, TableLoad, Workload, crossing, simulate_step
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import RowGrowth, Sizes, Term, bucket_size
@@ -148,7 +148,8 @@ def plan_of(
     fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(planned, leaves)}
     changed = replace(made, **fields)
     if rates is None:
-        return changed
+        is_alone = cluster is not None and made.devices == 1 and made.pipeline is None
+        return replace(changed, parts=alone_time(changed, cluster).parts) if is_alone and cluster else changed
     parts = with_bounds(_parts(changed, rates, hosts), _parts(changed, least, hosts.bound))
     if changed.tensor is not None:
         taken = changed.tensor.taken
@@ -295,12 +296,19 @@ def named_methods(methods: Mapping[str, Method | str] | Method | str, work: Work
     return {path: name(method) for path, method in methods.items()}
 
 
+def alone_time(plan: Plan, cluster: ClusterSpec) -> StepTime:
+    """Predicts a step of a plan for one device, on one device of a cluster."""
+    methods = {t.path: t.taken for t in plan.families if t.lifted}
+    return simulate_step(client_workload(plan), cluster.of(1, 1), methods=methods)
+
+
 def workload(plan: Plan) -> Workload:
     """Returns each device's work in a step of a plan; raises ArgumentsError if the plan is for one device."""
     if plan.devices == 1:
         raise ArgumentsError(
             f"the plan of {plan.step} is of one device, which says nothing of what several share: "
-            "plan(step, state, batch, cluster=...) for two devices at least"
+            "plan(step, state, batch, cluster=...) for two devices at least. A step of one device alone (devices=1) is "
+            "predicted of a plan for one: plan(..., cluster=cluster.of(1, 1))"
         )
     tables = tuple(table_load(table) for table in plan.families if table.sizes is not None)
     return Workload(dense_load(plan), tables, by_leaders=is_on(plan.optimize, "local"))
@@ -321,8 +329,8 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
 
 
 def client_workload(plan: Plan) -> Workload:
-    """Returns the work of each device of a client in its own step. On one device all ids of a table count as
-    distinct."""
+    """Returns the work of each device of a client in its own step. On one device all ids of a table count as distinct
+    if it isn't known how many are."""
     if plan.devices > 1:
         return workload(plan)
     lifted = [t for t in plan.families if t.lifted]
@@ -333,8 +341,9 @@ def client_workload(plan: Plan) -> Workload:
 def _alone(table: TablePlan) -> TableLoad:
     extent, ids = table.shape[table.axis], table.ids
     row = table.nbytes // extent
-    sizes = Sizes.alone(extent, row, row * (1 + len(table.slots)), ids)
-    return TableLoad(table.path, sizes, lambda n: min(extent, n * ids))
+    rows = ids if table.alpha is None else table.alpha.rows
+    sizes = Sizes.alone(extent, row, table.family_bytes or row * (1 + len(table.slots)), ids)
+    return TableLoad(table.path, sizes, lambda n: min(extent, n * rows), hosted=table.where == "hosts")
 
 
 def untouched_bytes(table: TablePlan, minibatches: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.cost.exchange import method_terms
+from autopar.cost.rates import EFFICIENCY
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
@@ -77,6 +78,19 @@ def predict_method(table: TablePlan, method: str) -> Prediction | None:
         return None
     terms = method_terms(table.sizes, "hosts" if method == HOSTED else table.where)[method]
     return Prediction(method, tuple(t for t in terms if t.sent), timed=False)
+
+
+def sources_text(cluster: ClusterSpec) -> str:
+    """Names the origins of the figures by which a device's own step, and its bus to the host, are predicted."""
+    device = cluster.device
+    sources = {
+        device.name: device.source,
+        "products": f"at {EFFICIENCY:.0%} of that rate, assumed",
+        "host memory": cluster.host_source,
+        "bus": cluster.to_host.source,
+    }
+    told = "; ".join(f"{name}: {source or 'as given'}" for name, source in sources.items())
+    return f"Figures: {told}. Calls, launches of kernels, and rows that wait and are brought up to date aren't counted."
 
 
 def _of_devices(plan: Plan) -> Prediction:

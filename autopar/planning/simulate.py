@@ -26,8 +26,8 @@ from autopar.ir.plan import PipelinePlan, Plan, StagePlan, require_plan
 from autopar.ir.strategy import Method
 from autopar.jax_types import Json
 from autopar.measure.cluster import require_cluster
-from autopar.planning.plan import named_methods, workload
-from autopar.planning.predictions import predict_stages
+from autopar.planning.plan import alone_time, named_methods, workload
+from autopar.planning.predictions import predict_stages, sources_text
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, SyncTime, simulate_clients
 
 #: An event of Chrome's Trace Event Format, with times in microseconds.
@@ -73,7 +73,8 @@ class Simulation:
             least = f"{1e3 * t.bound_s:.2f}" if t.bound_s else "-"
             times = f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{least:>10}{speedup:>10.1f}"
             lines.append(f"{times}  {t.limit:<17}{methods}{fits}")
-        return "\n".join([*lines, *self.crossovers])
+        sources = [sources_text(self.cluster)] * (self.times[-1].devices == 1)
+        return "\n".join([*lines, *self.crossovers, *sources])
 
     __repr__ = __str__
 
@@ -99,12 +100,12 @@ def simulate(
 
     Args:
       plan: A plan of `autopar.plan` for several devices: `plan(step, state, batch, cluster=...)`; with `sync=` for any
-        number of clients.
+        number of clients. Of a plan for one device (`cluster=cluster.of(1, 1)`) a step of that device is predicted.
       cluster: The kind of devices; by default the plan's.
-      devices: One number of devices or several ascending ones; `COUNTS` by default. Machines are filled one after the
-        other, the last one wholly. With stages, multiples of their devices: copies of the pipeline that add up their
-        gradients. With `sync=`, multiples of a client's devices (an even number of clients in a ring); by default all
-        of the cluster.
+      devices: One number of devices or several ascending ones; `COUNTS` by default, 1 of a plan for one.
+        Machines are filled one after the other, the last one wholly. With stages, multiples of their devices: copies of
+        the pipeline that add up their gradients. With `sync=`, multiples of a client's devices (an even number of
+        clients in a ring); by default all of the cluster.
       methods: The method of all tables, or of each by its path: one of strategies, or "ps on hosts" (a rank for each
         device). "auto" takes the fastest at each number of devices; tables that the plan has on hosts stay there.
       overlap: The part of the dense gradients' exchange that may run during the backward pass, 0 to 1.
@@ -144,6 +145,12 @@ def simulate(
         )
     if plan.pipeline is not None:
         return Simulation(plan.step, cluster, stage_times(plan.step, plan.pipeline, cluster, numbers, **slack))
+    if numbers == [1] and plan.devices == 1 and plan.cluster is not None:
+        if methods != "auto" or any(slack.values()):
+            raise ArgumentsError(
+                f"methods=, overlap= and variation= are of several devices, and {plan.name} is of one: leave them out"
+            )
+        return Simulation(plan.step, cluster.of(1, 1), (alone_time(plan, cluster),))
     return simulate_devices(plan, cluster, numbers, methods=methods, **slack)
 
 
@@ -151,7 +158,7 @@ def _counts(plan: Plan, cluster: ClusterSpec) -> Sequence[int]:
     if plan.clients_plan is not None:
         return [cluster.count]
     if plan.pipeline is None:
-        return COUNTS
+        return COUNTS if plan.devices > 1 or plan.cluster is None else [1]
     return [n for n in COUNTS if n % plan.pipeline.size == 0] if not plan.pipeline.updates else [plan.pipeline.size]
 
 

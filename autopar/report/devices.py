@@ -68,8 +68,11 @@ def add_devices(made: Parts, plan: Plan, cluster: ClusterSpec | None, table: str
     elif plan.devices > 1:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")
     _add_scaling(made, plan, cluster, shown)
-    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
-    return f"on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
+    return f"on {_count(plan)}" + ("" if plan.cluster is None else f" ({plan.cluster})")
+
+
+def _count(plan: Plan) -> str:
+    return "one device" if plan.devices == 1 else f"{plan.devices} devices"
 
 
 def _shown(plan: Plan, path: str | None) -> TablePlan | None:
@@ -133,7 +136,7 @@ def _add_times(made: Parts, plan: Plan, table: TablePlan | None) -> None:
     made.tables["parts"] = part_rows(step)
     made.draw(
         "parts",
-        f"Predicted time of a step on {plan.devices} devices, by part, one after the other.",
+        f"Predicted time of a step on {_count(plan)}, by part, one after the other.",
         parts_figure(step),
     )
     if table is not None and table.terms:

@@ -362,6 +362,7 @@ class _Family:
                 ids=self.ids.count if space.accesses else space.rows_read,
                 pulled=space.is_pulled,
                 unchanged=table in program.unchanged,
+                family_bytes=_family_bytes(program, space),
                 **fields,
             )
             for table in space.tables
@@ -435,7 +436,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
         row_bytes=sent.looked_up,
         gradient_bytes=sent.gradients if any(ids.batched) else None,
         reduced=sent.reduced,
-        family_bytes=sum(inputs[k].type.nbytes for k in space.leaves) // space.extent,
+        family_bytes=_family_bytes(program, space),
         ids=ids.count_on(layout.devices),
         requested=requested // layout.devices,
         routed=min(space.extent, ids.count) + 1,
@@ -445,6 +446,10 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
         spread=any(ids.batched),
         replayed=sum(inputs[k].type.nbytes for k in space.tables) // space.extent if replays else 0,
     )
+
+
+def _family_bytes(program: Program, space: RowSpace) -> int:
+    return sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent
 
 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:

@@ -28,7 +28,7 @@ from autopar.cost.simulate import (
     sizes_at,
 )
 from autopar.ir.cluster import Device, Link
-from autopar.ir.figures import Sizes
+from autopar.ir.figures import Sizes, bucket_size
 from autopar.measure.cluster import Cluster
 from autopar.planning.plan import workload
 from tests.support.explained import explained
@@ -336,6 +336,52 @@ def test_simulate_prints_what_a_user_asks() -> None:
         autopar.simulate(alone)
     with pytest.raises(autopar.ArgumentsError, match="is of one device"):
         autopar.simulate(alone, cluster=CLUSTER)
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_one_accelerator_with_a_table_in_host_memory(slots: int) -> None:
+    """By hand: rows travel over the bus with their slots, there and back, and the device computes the rest."""
+
+    def step(state: Any, ids: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda p: jnp.mean((p["emb"][ids] @ p["w"]) ** 2))(state["params"])
+        sums = state["sums"] + (g["emb"] ** 2).reshape(20_000, slots, -1).mean(-1)
+        scaled = g["emb"] / jnp.sqrt(1e-6 + jnp.repeat(sums, 8 // slots, axis=1))
+        params = {"emb": state["params"]["emb"] - 0.1 * scaled, "w": state["params"]["w"] - 0.1 * g["w"]}
+        return {"params": params, "sums": sums}, loss
+
+    shape = jax.ShapeDtypeStruct
+    params = {"emb": shape((20_000, 8), "float32"), "w": shape((8, 64), "float32")}
+    state, ids = {"params": params, "sums": shape((20_000, slots), "float32")}, np.arange(600, dtype=np.int32) % 450
+    machine = dataclasses.replace(CLUSTER, host_bytes_s=2e8, to_host=Link(1e-4, 1e7, "a bus"), host_source="a host")
+    hosted = autopar.parallelize(step, strategy={"params/emb": ("ps", "hosts")})
+    made = autopar.plan(hosted, state, ids, cluster=machine.of(1, 1))
+    found = autopar.simulate(made)
+    (time,) = found.times
+    assert (time.devices, time.methods, time.fits) == (1, {"params/emb": HOSTED}, True)
+    row, terms = 4 * (8 + slots), {t.name: t.seconds for part in time.parts.values() for t in part}
+    assert terms["copy rows and slots to the device"] == pytest.approx(1e-4 + 450 * row / 1e7)
+    assert terms["copy rows and slots to the host"] == terms["copy rows and slots to the device"]
+    assert terms["look up in host memory"] == pytest.approx(2 * 450 * (64 + row) / 2e8)
+    assert terms["update rows"] == pytest.approx(2 * 450 * (32 + row) / 1e9)
+    once = bucket_size(450, 600)  # products run once for each distinct row
+    assert terms["products"] == pytest.approx(3 * 2 * once * 8 * 64 / 0.5e9, rel=0.01)
+    assert not any(term.sent for part in time.parts.values() for term in part)
+    assert time.seconds == pytest.approx(sum(terms.values())) and 0 < time.bound_s < time.seconds
+    assert made.parts == time.parts and autopar.simulate(made, cluster=machine, devices=1).times == found.times
+    text = str(found)
+    assert "bus: a bus; " not in text and "bus: a bus. " in text and "host memory: a host; " in text
+    assert "products: at 50% of that rate, assumed" in text
+    said = explained(hosted, state, ids, cluster=machine.of(1, 1))
+    assert f"A step is predicted to take {1e3 * time.seconds:.2f} ms" in said and "bus: a bus. " in said
+    slow = dataclasses.replace(machine, host_bytes=1e5)
+    assert "(the state doesn't fit)" in str(autopar.simulate(made, cluster=slow))
+    with pytest.raises(autopar.ArgumentsError, match="is of one device, .* for one: plan.*cluster.of"):
+        autopar.simulate(made, devices=[1, 2])
+    with pytest.raises(autopar.ArgumentsError, match="are of several devices, and the plan of step is of one"):
+        autopar.simulate(made, methods="ps")
+    on_device = autopar.plan(autopar.parallelize(step, strategy="ps"), state, ids, cluster=machine.of(1, 1))
+    assert autopar.simulate(on_device).times[0].methods == {"params/emb": "ps"}
+    assert 0 < sum(t.seconds for t in on_device.parts["tables"]) < sum(t.seconds for t in made.parts["tables"])
 
 
 def test_methods_that_are_asked_for() -> None:
