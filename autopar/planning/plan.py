@@ -38,6 +38,7 @@ from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
 from autopar.measure.figures import NOWHERE, Machine
+from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.choosing.capacity import device_ids
 from autopar.passes.place_border import Moved
 from autopar.run.object_step import AnyStep, unwrapped
@@ -145,11 +146,11 @@ def plan_of(
             if rates is not None:
                 terms = with_bounds(*(_terms(changed, r, h, counts) for r, h in ((rates, hosts), (least, hosts.bound))))
             tables.append(replace(changed, terms=terms))
-    fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(planned, leaves)}
-    changed = replace(made, **fields)
+    alone = cluster if made.devices == 1 and made.pipeline is None else None
+    work = _work(planned, leaves, follows_batch=alone is not None)
+    changed = replace(made, step=name, cluster=cluster, tables=tuple(tables), work=work)
     if rates is None:
-        is_alone = cluster is not None and made.devices == 1 and made.pipeline is None
-        return replace(changed, parts=alone_time(changed, cluster).parts) if is_alone and cluster else changed
+        return changed if alone is None else replace(changed, parts=alone_time(changed, alone).parts)
     parts = with_bounds(_parts(changed, rates, hosts), _parts(changed, least, hosts.bound))
     if changed.tensor is not None:
         taken = changed.tensor.taken
@@ -173,10 +174,13 @@ def _by_leaders(planned: PlannedStep, table: TablePlan, ranks: int) -> TablePlan
     return replace(table, sizes=replace(table.sizes, crossing=share))
 
 
-def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
+def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None, *, follows_batch: bool) -> Work:
     """Counts what a step computes. For devices' own programs that includes their sums, but not those of tables that are
-    trained whole (`dense_load`)."""
-    work, facts = count_work(planned.compiled.analysed), planned.compiled.program.local
+    trained whole (`dense_load`). `follows_batch`: on one device, too."""
+    program, facts = planned.compiled.analysed, planned.compiled.program.local
+    if follows_batch and not program.batch:
+        program, _ = analyze_batch(program, devices=1, batch_axis=planned.options.batch_axis, always=True)
+    work = count_work(program)
     once = once_per_row_of(planned, leaves)
     if once is not None:
         work = replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)

@@ -381,6 +381,7 @@ def test_one_accelerator_with_a_table_in_host_memory(slots: int) -> None:
         autopar.simulate(made, methods="ps")
     on_device = autopar.plan(autopar.parallelize(step, strategy="ps"), state, ids, cluster=machine.of(1, 1))
     assert autopar.simulate(on_device).times[0].methods == {"params/emb": "ps"}
+    assert on_device.work.moved_bytes > 0, "values of the batch count as they do beside a table in host memory"
     assert 0 < sum(t.seconds for t in on_device.parts["tables"]) < sum(t.seconds for t in made.parts["tables"])
 
 
