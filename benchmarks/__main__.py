@@ -24,7 +24,7 @@ BENCHMARKS = {
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
-    "memories": ("memories", "gpt"),
+    "memories": ("memories", "gpt", "accelerator"),
     "ablation": ("ablation",),
     "scaling": ("scaling",),
     "soak": ("soak",),

@@ -91,3 +91,32 @@ def gpt(rows: int = 1_000_000, steps: int = 700, where: tuple[str, ...] = ("devi
         medians = {name: median_ms(of[some]) for name, of in seconds.items()}
         told = [f"{name} {ms:.1f} ms ({ms / medians['64 rows']:.2f})" for name, ms in medians.items()]
         print(f"steps {some.start} to {some.stop}, over those of 64 rows: {', '.join(told)}", flush=True)
+
+
+def accelerator(rows: int = 100_000_000) -> None:
+    """Predicts what tables of `rows` rows of 8 in host memory cost a GPT on one H100: nothing is run, or made.
+
+    12 texts; GPT-2 small, and the model of `gpt`. AdamW; two tables, of which a word reads 4 rows each.
+    """
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3, b2=0.95, weight_decay=0.01))
+    vocab, cluster = 50_304, autopar.Cluster.named("dgx-h100").of(1, 1)
+    simulated = None
+    for layers, dim, length in ((12, 768, 1024), (4, 128, 64)):
+        words = np.minimum(np.random.default_rng(0).zipf(1.2, (12 * (length + 1))), vocab) - 1
+        batch = ngram_memory.windows(words.astype(np.int32), np.arange(12) * (length + 1), length)
+        seconds = {}
+        for count, strategy in ((0, "auto"), (64, "auto"), (rows, {"params/memory*": ("ps", "hosts")})):
+            model = ngram_memory.GPT(vocab=vocab, layers=layers, dim=dim, rows=count, width=8, heads=4)
+
+            def make_state(model: Any = model, batch: Any = batch) -> TrainState:
+                params = model.init(jax.random.key(0), batch["inputs"])["params"]
+                return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+            step = autopar.parallelize(ngram_memory.train_step, strategy=strategy)
+            simulated = autopar.simulate(autopar.plan(step, jax.eval_shape(make_state), batch, cluster=cluster))
+            seconds[count] = simulated.times[0].seconds
+        told = ", ".join(
+            f"{count} rows {1e3 * each:.2f} ms ({each / seconds[64]:.3f})" for count, each in seconds.items()
+        )
+        print(f"{layers} layers of {dim}, 12 texts of {length} words, over tables of 64 rows: {told}", flush=True)
+    print(str(simulated).splitlines()[-1], flush=True)
