@@ -112,9 +112,8 @@ class _Rank:
         if not self._steps:
             for owner, name in [(ranks.Ranks, "ask"), *((rows, name) for name in gets)]:
                 setattr(owner, name, self._timed(getattr(owner, name)))
-            for name in (*gets, "fetch_part", gives):
-                owner = ranks.Ranks if name == "fetch_part" else rows
-                setattr(owner, name, self._waiting(getattr(owner, name), is_end=name == gives))
+            for name in (*gets, gives):
+                setattr(rows, name, self._waiting(getattr(rows, name), is_end=name == gives))
         width = 8 if wait_ms else WIDTH
         clipped = optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=1e-2)
         update = {"adagrad": optax.adagrad(0.01), "adamw": optax.chain(*clipped)}[optimizer]

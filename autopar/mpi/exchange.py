@@ -23,10 +23,10 @@ import itertools
 import math
 import zlib
 from collections import deque
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Generator, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Literal
+from typing import Literal, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +34,7 @@ import numpy as np
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.jax_types import Comm, Leaf, Request
 from autopar.mpi.buffers import ALIGNMENT, Buffers, aligned
-from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, swap
+from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, post, swap
 
 #: Ids in the first message of an ask, which says how many there are; the rest follows in a second one.
 FIRST_IDS = 2047
@@ -42,6 +42,9 @@ FIRST_IDS = 2047
 _FIRST_TAG, _TAGS = 100, 32_000
 #: Numbers that mark sums of a purpose; those of all ranks add up to less than 2^24, which a float32 holds.
 _MARKS = 251
+T = TypeVar("T")
+#: An exchange in rounds: it yields requests to wait for, and returns its result (`Exchange.together`).
+Rounds = Generator[Sequence[Request], None, T]
 #: What `Exchange.swap` counts bytes by.
 Kind = Literal["ids", "rows", "gradients"]
 
@@ -110,7 +113,8 @@ class Exchange:
         self._comm = comm
         #: Of messages between two ranks: what they are exchanged for.
         self._tag = 0
-        self._scratch = Buffers(sets=1)
+        #: Memory of exchanges, of which none is under way.
+        self._spare = deque[Buffers]()
         #: Exchanges within this rank's machine, and its ranks; as far as nobody says otherwise, all.
         self.near, self.near_ranks = self, tuple(range(size))
         #: Owners know what each rank asked for; node leaders ask for several.
@@ -146,19 +150,26 @@ class Exchange:
         finally:
             self._tag, self.near._tag = mine
 
+    def together(self, exchanges: Iterable[Rounds[T]]) -> list[T]:
+        """Runs several exchanges at once (of `asking`, `fetching`, `delivering`), and waits once for each of their
+        rounds; returns their results. All ranks run the same ones in the same order."""
+        under_way, results = dict(enumerate(exchanges)), dict[int, T]()
+        while under_way:
+            requests: list[Request] = []
+            for k, rounds in list(under_way.items()):
+                try:
+                    requests += next(rounds)
+                except StopIteration as end:
+                    results[k] = end.value
+                    del under_way[k]
+            if requests:
+                self._waiting.finish(requests)
+        return [results[k] for k in sorted(results)]
+
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
         """Tells owners which rows this rank wants, and learns which of its own are wanted. `indices`: storage indices,
         `[n]`, int32 or int64, sorted, unique, below `size * shard_rows`. `shard_rows`: rows of each rank."""
-        dtype = number_dtype(shard_rows)
-        if self.size == 1:
-            return Requested(indices.astype(dtype, copy=False), (0, indices.size), (np.arange(indices.size),))
-        if indices.dtype != np.int64:
-            indices = indices.astype(number_dtype(shard_rows * self.size), copy=False)  # that the shards' ends fit
-        bounds = self._bounds(indices, shard_rows)
-        wanted = self._swap_ids(indices, bounds, shard_rows, dtype)
-        self.own_bytes["ids"] += wanted[self.rank].nbytes
-        rows, sources = union_rows(wanted)
-        return Requested(rows, bounds, sources)
+        return self.together([self.asking(indices, shard_rows)])[0]
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Brings this rank the rows that it asked for, and the others theirs.
@@ -170,23 +181,7 @@ class Exchange:
         Returns:
           `[n, ...]` in the order of the indices that were asked for: the first n of `out`, or an aligned array.
         """
-        require_rows(rows, len(requested.rows), "rows")
-        n = requested.size
-        if self.size == 1:
-            return rows if out is None else copied_rows(rows, out)
-        result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
-        source, target = as_lines(rows), as_lines(result)
-        slices, total = self._in_one_buffer(requested.sources)
-        packed = self._scratch.take("rows", (total, source.shape[1]), np.uint8)
-        messages = [None if part is None else packed[part] for part in slices]
-        for back, message in zip(requested.sources, messages, strict=True):
-            if message is not None:
-                take_lines(source, back, message)
-        parts = [target[a:b] for a, b in pairwise(requested.bounds)]
-        take_lines(source, requested.sources[self.rank], parts[self.rank])
-        self.own_bytes["rows"] += parts[self.rank].nbytes
-        self.sent_bytes["rows"] += swap(self._comm, self._waiting, messages, parts, self.limit, self._tag)
-        return result
+        return self.together([self.fetching(requested, rows, out)])[0]
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
         """Returns sums to the owners of their rows, and adds up those for this rank's.
@@ -201,6 +196,45 @@ class Exchange:
           `[u, ...]`: for each of `requested.rows` the sum over the ranks that asked for it, in the order of the ranks:
             the first u of `out`, or an aligned array.
         """
+        return self.together([self.delivering(requested, sums, out)])[0]
+
+    def asking(self, indices: np.ndarray, shard_rows: int) -> Rounds[Requested]:
+        """Asks in rounds, as `ask`."""
+        dtype = number_dtype(shard_rows)
+        if self.size == 1:
+            return Requested(indices.astype(dtype, copy=False), (0, indices.size), (np.arange(indices.size),))
+        if indices.dtype != np.int64:
+            indices = indices.astype(number_dtype(shard_rows * self.size), copy=False)  # that the shards' ends fit
+        bounds = self._bounds(indices, shard_rows)
+        with self._scratch() as scratch:
+            wanted = yield from self._swap_ids(indices, bounds, shard_rows, dtype, scratch)
+            self.own_bytes["ids"] += wanted[self.rank].nbytes
+            rows, sources = union_rows(wanted)
+        return Requested(rows, bounds, sources)
+
+    def fetching(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> Rounds[np.ndarray]:
+        """Fetches in rounds, as `fetch`."""
+        require_rows(rows, len(requested.rows), "rows")
+        n = requested.size
+        if self.size == 1:
+            return rows if out is None else copied_rows(rows, out)
+        result = aligned((n, *rows.shape[1:]), rows.dtype) if out is None else first_of(out, n, rows)
+        source, target = as_lines(rows), as_lines(result)
+        slices, total = self._in_one_buffer(requested.sources)
+        with self._scratch() as scratch:
+            packed = scratch.take("rows", (total, source.shape[1]), np.uint8)
+            messages = [None if part is None else packed[part] for part in slices]
+            for back, message in zip(requested.sources, messages, strict=True):
+                if message is not None:
+                    take_lines(source, back, message)
+            parts = [target[a:b] for a, b in pairwise(requested.bounds)]
+            take_lines(source, requested.sources[self.rank], parts[self.rank])
+            self.own_bytes["rows"] += parts[self.rank].nbytes
+            yield self._post("rows", messages, parts)
+        return result
+
+    def delivering(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> Rounds[np.ndarray]:
+        """Delivers in rounds, as `deliver`."""
         require_rows(sums, requested.size, "sums")
         u = len(requested.rows)
         if self.size == 1:
@@ -210,13 +244,30 @@ class Exchange:
         lines = as_lines(sums)
         sends = [lines[a:b] for a, b in pairwise(requested.bounds)]
         slices, total = self._in_one_buffer(requested.sources)
-        received = self._scratch.take("gradients", (total, *sums.shape[1:]), sums.dtype)
-        own = sums[requested.bounds[self.rank] : requested.bounds[self.rank + 1]]
-        parts = [own if part is None else received[part] for part in slices]
-        self.own_bytes["gradients"] += parts[self.rank].nbytes
-        self.sent_bytes["gradients"] += swap(self._comm, self._waiting, sends, parts, self.limit, self._tag)
-        self._add_up(result, requested.sources, parts)
+        with self._scratch() as scratch:
+            received = scratch.take("gradients", (total, *sums.shape[1:]), sums.dtype)
+            own = sums[requested.bounds[self.rank] : requested.bounds[self.rank + 1]]
+            parts = [own if part is None else received[part] for part in slices]
+            self.own_bytes["gradients"] += parts[self.rank].nbytes
+            yield self._post("gradients", sends, parts)
+            _add_up(result, requested.sources, parts, scratch)
         return result
+
+    @contextlib.contextmanager
+    def _scratch(self) -> Iterator[Buffers]:
+        """Gives memory to an exchange until it is done."""
+        memory = self._spare.popleft() if self._spare else Buffers(sets=1)
+        try:
+            yield memory
+        finally:
+            self._spare.append(memory)
+
+    def _post(
+        self, kind: Kind, sends: Sequence[np.ndarray | None], receives: Sequence[np.ndarray | None]
+    ) -> list[Request]:
+        requests, sent = post(self._comm, sends, receives, self.limit, self._tag)
+        self.sent_bytes[kind] += sent
+        return requests
 
     def reduce(
         self, arrays: Sequence[np.ndarray], op: str = "sum", memory: np.ndarray | None = None, *, beside: bool = False
@@ -336,13 +387,13 @@ class Exchange:
         return bounds
 
     def _swap_ids(
-        self, indices: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype
-    ) -> tuple[np.ndarray, ...]:
+        self, indices: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype, scratch: Buffers
+    ) -> Rounds[tuple[np.ndarray, ...]]:
         """Exchanges row numbers; returns by rank the rows that it wants of this one. A message is `[count | ids]`."""
         sends: list[np.ndarray | None] = []
         parts: list[np.ndarray] = []
-        packed = self._scratch.take("requested", indices.size + self.size, dtype)
-        received = self._scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
+        packed = scratch.take("requested", indices.size + self.size, dtype)
+        received = scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
         received[:, 0] = 0
         for r in range(self.size):
             start, end = bounds[r], bounds[r + 1]
@@ -352,10 +403,12 @@ class Exchange:
             parts.append(message[1:])
             sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
         first = [row if r in self._askers else None for r, row in enumerate(received)]
-        self.sent_bytes["ids"] += swap(self._comm, self._waiting, sends, first, tag=self._tag)
-        return self._rest_of_ids(parts, received)
+        requests, sent = post(self._comm, sends, first, tag=self._tag)
+        self.sent_bytes["ids"] += sent
+        yield requests
+        return (yield from self._rest_of_ids(parts, received))
 
-    def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
+    def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> Rounds[tuple[np.ndarray, ...]]:
         """Exchanges the ids that didn't fit into the first messages; returns all ids by rank."""
         counts = received[:, 0].tolist()
         counts[self.rank] = 0
@@ -368,23 +421,8 @@ class Exchange:
                 whole[:FIRST_IDS] = wanted[r]
                 wanted[r] = whole
                 rest[r] = whole[FIRST_IDS:]
-        self.sent_bytes["ids"] += swap(
-            self._comm, self._waiting, [part[FIRST_IDS:] for part in parts], rest, self.limit, self._tag
-        )
+        yield self._post("ids", [part[FIRST_IDS:] for part in parts], rest)
         return tuple(wanted)
-
-    def _add_up(self, result: np.ndarray, sources: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> None:
-        """Adds each source's rows where they belong. A source's rows are distinct, so that `+=` loses none."""
-        wide = np.dtype(np.float32) if result.dtype.itemsize <= 2 and result.dtype.kind in "fV" else result.dtype
-        total = result
-        if wide != result.dtype:
-            total = self._scratch.take("wide", result.shape, wide)
-        total.fill(0)
-        with np.errstate(all="ignore"):  # sums that overflow are infinite, as in JAX
-            for back, part in zip(sources, parts, strict=True):
-                total[back] += part.astype(wide, copy=False)
-            if total is not result:
-                np.copyto(result, total, casting="unsafe")
 
     def _all_reduce(self, flat: np.ndarray, op: str, beside: bool) -> None:
         """Reduces in place, in pieces if necessary; their number follows from the length, which all ranks share."""
@@ -720,6 +758,18 @@ def as_lines(rows: np.ndarray) -> np.ndarray:
 def take_lines(lines: np.ndarray, back: np.ndarray, out: np.ndarray) -> None:
     if out.size:
         np.take(lines, back, axis=0, out=out, mode="clip")
+
+
+def _add_up(result: np.ndarray, sources: Sequence[np.ndarray], parts: Sequence[np.ndarray], scratch: Buffers) -> None:
+    """Adds each source's rows where they belong. A source's rows are distinct, so that `+=` loses none."""
+    wide = np.dtype(np.float32) if result.dtype.itemsize <= 2 and result.dtype.kind in "fV" else result.dtype
+    total = result if wide == result.dtype else scratch.take("wide", result.shape, wide)
+    total.fill(0)
+    with np.errstate(all="ignore"):  # sums that overflow are infinite, as in JAX
+        for back, part in zip(sources, parts, strict=True):
+            total[back] += part.astype(wide, copy=False)
+        if total is not result:
+            np.copyto(result, total, casting="unsafe")
 
 
 def first_of(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from autopar.jax_types import Comm
 from autopar.mpi.buffers import RESERVE, aligned, memory_refusal
-from autopar.mpi.exchange import Exchange, Kind, NodeRings, Requested, Rings, first_of, require_rows
+from autopar.mpi.exchange import Exchange, Kind, NodeRings, Requested, Rings, Rounds, first_of, require_rows
 from autopar.mpi.limits import machine_name, memory_levels
 from autopar.mpi.waiting import Waiting
 from autopar.mpi.world import World, world
@@ -110,7 +110,7 @@ class LeaderExchange(Exchange):
         self._askable = frozenset(o for o in range(size) if o not in mine and mine[self._leaders[o]] == rank)
         self._askers = frozenset(ranks[_leaders(ranks, size)[rank]] for ranks in self.machines if rank not in ranks)
 
-    def ask(self, indices: np.ndarray, shard_rows: int) -> RequestedByLeaders:
+    def asking(self, indices: np.ndarray, shard_rows: int) -> Rounds[RequestedByLeaders]:
         total = self.size * shard_rows
         indices = indices.astype(np.int64, copy=False)
         bounds = self._bounds(indices, shard_rows)
@@ -118,36 +118,40 @@ class LeaderExchange(Exchange):
         keys = np.empty(indices.size, np.int64)
         for owner, part, sent in self._parts(bounds):
             np.add(indices[part], self._leaders[owner] * total, out=keys[sent])
-        near = self.near.ask(keys, total)
-        far = super().ask(near.rows, shard_rows)
+        near = yield from self.near.asking(keys, total)
+        far = yield from super().asking(near.rows, shard_rows)
         return RequestedByLeaders(far.rows, bounds, far.sources, near, far)
 
-    def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def fetching(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> Rounds[np.ndarray]:
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is fetched so"
         if self.near.size == 1:
-            return super().fetch(requested.far, rows, out)
+            return (yield from super().fetching(requested.far, rows, out))
         require_rows(rows, len(requested.rows), "rows")
         shape = requested.size, *rows.shape[1:]
         result = aligned(shape, rows.dtype) if out is None else first_of(out, requested.size, rows)
-        by_leaders = self._scratch.take("by leaders", (requested.far.size, *shape[1:]), rows.dtype)
-        sorted_ = self._scratch.take("by node leader", shape, rows.dtype)
-        self.near.fetch(requested.near, super().fetch(requested.far, rows, by_leaders), sorted_)
-        for _, part, sent in self._parts(requested.bounds):
-            result[part] = sorted_[sent]
+        with self._scratch() as scratch:
+            by_leaders = scratch.take("by leaders", (requested.far.size, *shape[1:]), rows.dtype)
+            sorted_ = scratch.take("by node leader", shape, rows.dtype)
+            fetched = yield from super().fetching(requested.far, rows, by_leaders)
+            yield from self.near.fetching(requested.near, fetched, sorted_)
+            for _, part, sent in self._parts(requested.bounds):
+                result[part] = sorted_[sent]
         return result
 
-    def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
+    def delivering(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> Rounds[np.ndarray]:
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is delivered so"
         if self.near.size == 1:
-            return super().deliver(requested.far, sums, out)
+            return (yield from super().delivering(requested.far, sums, out))
         require_rows(sums, requested.size, "sums")
         if out is not None:
             first_of(out, len(requested.rows), sums)  # refused before anything is sent
-        sorted_ = self._scratch.take("by node leader", sums.shape, sums.dtype)
-        for _, part, sent in self._parts(requested.bounds):
-            sorted_[sent] = sums[part]
-        by_leaders = self._scratch.take("by leaders", (requested.far.size, *sums.shape[1:]), sums.dtype)
-        return super().deliver(requested.far, self.near.deliver(requested.near, sorted_, by_leaders), out)
+        with self._scratch() as scratch:
+            sorted_ = scratch.take("by node leader", sums.shape, sums.dtype)
+            for _, part, sent in self._parts(requested.bounds):
+                sorted_[sent] = sums[part]
+            by_leaders = scratch.take("by leaders", (requested.far.size, *sums.shape[1:]), sums.dtype)
+            near = yield from self.near.delivering(requested.near, sorted_, by_leaders)
+            return (yield from super().delivering(requested.far, near, out))
 
     def swap(self, kind: Kind, sends: Sequence[np.ndarray | None], receives: Sequence[np.ndarray | None]) -> None:
         super().swap(kind, sends, receives)

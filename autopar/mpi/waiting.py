@@ -165,15 +165,15 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def swap(
+def post(
     comm: Comm,
-    waiting: Waiting,
     send: Sequence[np.ndarray | None],
     receive: Sequence[np.ndarray | None],
     limit: int = LIMIT,
     tag: int = 0,
-) -> int:
-    """Sends `send[r]` to each rank r and fills `receive[r]` from it; returns the bytes sent.
+) -> tuple[list[Request], int]:
+    """Begins to send `send[r]` to each rank r and to fill `receive[r]` from it; returns what to wait for, and the bytes
+    sent.
 
     Both are contiguous arrays by rank, of the lengths that the other side has; None: nothing. Messages have at most
     `limit` bytes. Only those of the same tag are received.
@@ -189,5 +189,18 @@ def swap(
         if (message := send[target]) is not None:
             requests.extend(comm.Isend(piece, target, tag) for piece in pieces(message, limit))
             sent += message.nbytes
+    return requests, sent
+
+
+def swap(
+    comm: Comm,
+    waiting: Waiting,
+    send: Sequence[np.ndarray | None],
+    receive: Sequence[np.ndarray | None],
+    limit: int = LIMIT,
+    tag: int = 0,
+) -> int:
+    """Sends `send[r]` to each rank r and fills `receive[r]` from it, as `post`; returns the bytes sent."""
+    requests, sent = post(comm, send, receive, limit, tag)
     waiting.finish(requests)
     return sent

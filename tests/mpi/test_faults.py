@@ -257,10 +257,20 @@ for ids in autopar.shard(batches, step=train_step):
 @pytest.mark.parametrize(
     ("place", "fault", "message", "code"),
     [
-        ("ask", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(train_step: asking for rows\)", 137),
-        ("fetch", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(train_step: fetching rows\)", 137),
+        (
+            "asking",
+            "os.kill(os.getpid(), 9)",
+            r"was killed by SIGKILL .*in step 3 \(train_step: asking for rows\)",
+            137,
+        ),
+        (
+            "fetching",
+            "os.kill(os.getpid(), 9)",
+            r"was killed by SIGKILL .*in step 3 \(train_step: fetching rows\)",
+            137,
+        ),
         long(
-            "fetch",
+            "fetching",
             "raise ValueError('no rows')",
             r"failed, in step 3 \(train_step: fetching rows\)(.*\n)*.*no rows",
             1,

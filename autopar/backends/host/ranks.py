@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -32,7 +32,7 @@ from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
 from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread
 from autopar.mpi.buffers import Buffers
-from autopar.mpi.exchange import Exchange, Requested, RequestedPart, divide
+from autopar.mpi.exchange import Exchange, Requested, RequestedPart, Rounds, divide
 
 T = TypeVar("T")
 
@@ -100,25 +100,36 @@ class Ranks:
             return True
         return None if exchange.near.size < exchange.size else False
 
-    def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
-        return self._timed("asking for rows", self.exchange.ask, indices, shard_rows)
+    def ask(self, indices: Sequence[np.ndarray], shard_rows: Sequence[int]) -> list[Requested]:
+        """Asks for rows of several families at once, as `Exchange.ask`."""
+        return self._timed("asking for rows", map(self.exchange.asking, indices, shard_rows))
 
-    def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._timed("fetching rows", self.exchange.fetch, requested, rows, out)
+    def fetch(self, fetches: Sequence[Rounds[np.ndarray]]) -> list[np.ndarray]:
+        """Runs some of `fetching` and `fetching_part` at once."""
+        return self._timed("fetching rows", fetches)
 
-    def _timed(self, what: str, exchange: Callable[..., T], *args: Pytree) -> T:
+    def fetching(self, requested: Requested, rows: np.ndarray, out: np.ndarray) -> Rounds[np.ndarray]:
+        """Fetches a family's rows, first axis first, as `Exchange.fetch`."""
+        return self.exchange.fetching(requested, rows, out)
+
+    def fetching_part(self, part: RequestedPart, rows: np.ndarray, out: np.ndarray) -> Rounds[np.ndarray]:
+        """Fetches some of the rows, to where they are among all."""
+        out[part.positions] = yield from self.exchange.fetching(part.requested, rows)
+        return out
+
+    def deliver(
+        self, requested: Sequence[Requested], sums: Sequence[np.ndarray], out: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Delivers gradients of several families at once, as `Exchange.deliver`."""
+        rounds = map(self.exchange.delivering, requested, sums, out)
+        return self._exchanged("delivering gradients", self.exchange.together, rounds)
+
+    def _timed(self, what: str, exchanges: Iterable[Rounds[T]]) -> list[T]:
         """Exchanges what could be exchanged beside the step before."""
         start = time.perf_counter()
-        result = self._exchanged(what, exchange, *args)
+        results = self._exchanged(what, self.exchange.together, exchanges)
         self.exchanged_s += time.perf_counter() - start
-        return result
-
-    def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
-        return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
-
-    def fetch_part(self, part: RequestedPart, rows: np.ndarray, out: np.ndarray) -> None:
-        memory = self.buffers.take("rows of a part", (len(part.positions), *rows.shape[1:]), rows.dtype)
-        out[part.positions] = self._exchanged("fetching rows", self.exchange.fetch, part.requested, rows, memory)
+        return results
 
     def divide(self, requested: Requested, written: np.ndarray) -> tuple[RequestedPart, RequestedPart]:
         return self._exchanged("telling which rows are written", divide, self.exchange, requested, written)

@@ -38,7 +38,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Array, Dtype, Index, Leaf
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
-from autopar.mpi.exchange import Requested, RequestedPart, distinct_rows, number_dtype
+from autopar.mpi.exchange import Requested, RequestedPart, Rounds, distinct_rows, number_dtype
 
 
 class OtherShapes(Exception):
@@ -254,9 +254,13 @@ class SegmentedProgram:
             if item.op == "ap.route":
                 self._route(item.equations, step)
                 return
-            for equation in item.equations:
-                results = run(equation, step, *(self._value(step, a) for a in equation.inputs))
-                step.values.update(zip(equation.outputs, results, strict=True))
+            operands = ([self._value(step, a) for a in equation.inputs] for equation in item.equations)
+            if item.op in ("ap.fetch", "ap.deliver"):  # all families' at once
+                results = run(item.equations, step, list(operands))
+            else:
+                results = (run(e, step, *given) for e, given in zip(item.equations, operands, strict=True))
+            for equation, made in zip(item.equations, results, strict=True):
+                step.values.update(zip(equation.outputs, made, strict=True))
 
         return act
 
@@ -384,6 +388,7 @@ class SegmentedProgram:
                 stamps = np.full_like(running.values[log.stamps.outputs[0]], entries[log.now])
                 ahead.caught[log.stamps] = which, stamps
         parts: dict[int, tuple[RequestedPart, RequestedPart]] = {}
+        fetches = list[Rounds[np.ndarray]]()
         for equation in prefix.fetches:
             rows, route = (self._value(running, a) for a in equation.inputs)
             family = _family(equation.inputs[1])
@@ -391,9 +396,9 @@ class SegmentedProgram:
                 parts[family] = self._ranks.divide(route.requested, written[family])
             early, late = parts[family]
             first = _owned(equation, rows, route)
-            out = self._memory(equation, first, route)
-            self._ranks.fetch_part(early, first, out)
-            ahead.fetched[equation] = out, late
+            ahead.fetched[equation] = self._memory(equation, first, route), late
+            fetches.append(self._ranks.fetching_part(early, first, ahead.fetched[equation][0]))
+        self._ranks.fetch(fetches)
         ahead.tables = tuple(k for k, v in enumerate(self._inputs) if v in tables)
         ahead.entries = {k: entries[v] for k, v in enumerate(self._inputs) if v in entries}
         ahead.versions.update((table, table.version) for table in tables.values())
@@ -413,14 +418,16 @@ class SegmentedProgram:
 
     def _route(self, equations: Sequence[Equation], step: RunningStep) -> None:
         families = [_family(equation) for equation in equations]
-        for equation, family in zip(equations, families, strict=True):
-            if family not in step.routes:
-                layout = self._layouts[family]
-                ids = [self._own_ids(step, a) for a in equation.inputs]
-                indices = _distinct_indices(ids, layout)
-                requested = self._ranks.ask(indices, layout.shard_rows)
-                step.routes[family] = requested, indices
-                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, indices.size), first=step.is_first)
+        new = {
+            family: equation for equation, family in zip(equations, families, strict=True) if family not in step.routes
+        }
+        layouts = [self._layouts[family] for family in new]
+        ids = ([self._own_ids(step, a) for a in equation.inputs] for equation in new.values())
+        wanted = list(map(_distinct_indices, ids, layouts))
+        found = self._ranks.ask(wanted, [layout.shard_rows for layout in layouts]) if new else []
+        for family, requested, indices in zip(new, found, wanted, strict=True):
+            step.routes[family] = requested, indices
+            step.needs[family] = self._ranks.agree((len(requested.rows) + 1, indices.size), first=step.is_first)
         if not self.fits(step.needs):
             raise OtherShapes(step.needs)
         for equation, family in zip(equations, families, strict=True):
@@ -476,15 +483,21 @@ class SegmentedProgram:
             return [self._ranks.sent(sent, which, late(which), axis)]
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
-    def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:
+    def _fetch(
+        self, equations: Sequence[Equation], step: RunningStep, operands: Sequence[Sequence[Leaf]]
+    ) -> Iterator[Sequence[Leaf]]:
+        fetched = self._ranks.fetch([self._fetching(e, step, *of) for e, of in zip(equations, operands, strict=True)])
+        return ([rows_back(out, e.params["axis"])] for e, out in zip(equations, fetched, strict=True))
+
+    def _fetching(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Rounds[np.ndarray]:
         first = _owned(equation, rows, route)
         if step.ahead is not None and equation in step.ahead.fetched:
             out, late = step.ahead.fetched[equation]
-            self._ranks.fetch_part(late, first, out)
+            yield from self._ranks.fetching_part(late, first, out)
         else:
             out = self._memory(equation, first, route)
-            self._ranks.fetch(route.requested, first, out)
-        return [rows_back(out, equation.params["axis"])]
+            yield from self._ranks.fetching(route.requested, first, out)
+        return out
 
     def _memory(self, fetch: Equation, first: np.ndarray, route: HostRoute) -> np.ndarray:
         """Returns memory for rows that are fetched, first axis first, with zeros behind them."""
@@ -494,17 +507,20 @@ class SegmentedProgram:
         return out
 
     def _deliver(
-        self, equation: Equation, step: RunningStep, sums: Leaf, route: HostRoute, *base: Leaf
-    ) -> Sequence[Leaf]:
-        axis = equation.params["axis"]
-        own = rows_first(np.asarray(sums), axis)[: route.indices.size]
-        out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
-        total = self._ranks.deliver(route.requested, np.ascontiguousarray(own), out)
-        if equation.inputs[1].type.family in self._by_first:
-            self._ranks.through_first(total)
-        out[len(total) :] = 0
-        rows = rows_back(out, axis)
-        return [rows + np.asarray(base[0]) if base else rows]
+        self, equations: Sequence[Equation], step: RunningStep, operands: Sequence[Sequence[Any]]
+    ) -> Iterator[Sequence[Leaf]]:
+        own, outs = list[np.ndarray](), list[np.ndarray]()
+        for equation, (sums, route, *_) in zip(equations, operands, strict=True):
+            first = rows_first(np.asarray(sums), equation.params["axis"])[: route.indices.size]
+            own.append(np.ascontiguousarray(first))
+            outs.append(self._buffer(equation, (len(route.rows), *first.shape[1:]), first.dtype))
+        totals = self._ranks.deliver([route.requested for _, route, *_ in operands], own, outs)
+        for equation, (_, _, *base), out, total in zip(equations, operands, outs, totals, strict=True):
+            if equation.inputs[1].type.family in self._by_first:
+                self._ranks.through_first(total)
+            out[len(total) :] = 0
+            rows = rows_back(out, equation.params["axis"])
+            yield [rows + np.asarray(base[0]) if base else rows]
 
     def _pool(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute, *ids: Leaf) -> Sequence[Leaf]:
         sets: Sequence[BagSet] = equation.params["sets"]

@@ -131,16 +131,16 @@ class Fetches:
         self.whole = self.late = 0
 
     def __enter__(self) -> Fetches:
-        def fetch(one: Ranks, *args: Any) -> Any:
+        def fetching(one: Ranks, *args: Any) -> Any:
             self.whole += 1
-            return self._fetch(one, *args)
+            return self._whole(one, *args)
 
-        def fetch_part(one: Ranks, *args: Any) -> None:
+        def fetching_part(one: Ranks, *args: Any) -> Any:
             self.late += 1
-            self._fetch_part(one, *args)
+            return self._part(one, *args)
 
-        self._fetch, self._fetch_part = Ranks.fetch, Ranks.fetch_part
-        self._patch = mock.patch.multiple(Ranks, fetch=fetch, fetch_part=fetch_part)
+        self._whole, self._part = Ranks.fetching, Ranks.fetching_part
+        self._patch = mock.patch.multiple(Ranks, fetching=fetching, fetching_part=fetching_part)
         self._patch.start()
         return self
 
@@ -404,7 +404,7 @@ def check_interrupts() -> None:
     losses, whole = train(step, state, iter(source), ahead=True)
     folder = Path(os.environ["XDG_CACHE_HOME"]).parent / "interrupted ahead"
     #: In turn: ids that are asked for, rows that are fetched, rows that were written, and between two steps.
-    places = ("ask", "fetch_part", "fetch_part", None) * 2
+    places = ("ask", "fetching_part", "fetching_part", None) * 2
     step, state = make()
     given, found = autopar.shard(source, step=step), list[np.ndarray]()
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from functools import reduce as fold
+from unittest import mock
 
 import numpy as np
 
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import FIRST_IDS, Exchange
+from autopar.mpi.waiting import Waiting
 from tests.support.mpi.exchange_truth import (
     DTYPES,
     Case,
@@ -35,6 +37,31 @@ def random_rows_of_every_dtype(exchange: Exchange) -> None:
         for inner in ((), (3,), (2, 5)):
             indices = [wanted(k, r, 211, 150) for r in range(exchange.size)]
             check_step(exchange, indices, -(-211 // exchange.size), dtype, inner, k)
+
+
+@case
+def several_families_at_once(exchange: Exchange) -> None:
+    """The same bits as one after the other, with more ids than fit into one message among them, in fewer waits."""
+    size, given = exchange.size, list[tuple[np.ndarray, int, np.dtype]]()
+    for k, (dtype, rows) in enumerate(((np.float32, 40), (np.float64, 9 * FIRST_IDS), (np.int8, 40), (np.float32, 0))):
+        indices = wanted(k, exchange.rank, rows * size, 3 * rows).astype(np.int32) if rows else np.zeros(0, np.int32)
+        given.append((indices, max(rows, 1), np.dtype(dtype)))
+    with mock.patch.object(Waiting, "finish", autospec=True, side_effect=Waiting.finish) as waits:
+        asked = exchange.together([exchange.asking(indices, share) for indices, share, _ in given])
+        rows = [
+            random(k, (len(one.rows), 3), dtype) for k, (one, (*_, dtype)) in enumerate(zip(asked, given, strict=True))
+        ]
+        fetched = exchange.together(map(exchange.fetching, asked, rows))
+        sums = [x.copy() for x in fetched]
+        delivered = exchange.together(map(exchange.delivering, asked, sums))
+    apart = [exchange.ask(indices, share) for indices, share, _ in given]
+    for one, other in zip(asked, apart, strict=True):
+        assert np.array_equal(one.rows, other.rows) and one.bounds == other.bounds
+    for one, own, got in zip(apart, rows, fetched, strict=True):
+        assert np.array_equal(exchange.fetch(one, own), got)
+    for one, own, got in zip(apart, sums, delivered, strict=True):
+        assert np.array_equal(exchange.deliver(one, own), got)
+    assert waits.call_count <= (4 if exchange.near is exchange else 8)
 
 
 @case
