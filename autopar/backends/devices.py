@@ -60,6 +60,10 @@ class Devices:
         """Returns the device's index, int32[], in the program of one device."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
 
+    @property
+    def is_on_cpus(self) -> bool:
+        return self.mesh.devices.flat[0].platform == "cpu"
+
     @functools.cached_property
     def processes(self) -> StoreGroup:
         return StoreGroup.of(self.mesh)

@@ -280,12 +280,14 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
         return _Wanted(methods, {}, {}, hosts, kept)
     tables = {k for k, _ in program.tables}
     trains = any(input_.role == "state" for input_ in program.inputs)
+    #: What inputs of an evaluation by a step's function are called in its training.
+    tails = {tail for input_ in program.inputs for tail in (input_.path, input_.path.partition("/")[2])}
     pulled = {k for k, leaf in enumerate(program.block.inputs) if leaf in program.pulled}
     there = {k for k in states if program.inputs[k].layout is not None}
     for pattern, input_ in strategy.items():
         method, where = split_method(input_)
         matched = [k for k, path in states.items() if matches(pattern, path)]
-        if not matched and not trains:  # an evaluation by a step's function: its strategy is for the training
+        if not matched and not trains and any(matches(pattern, tail) for tail in tails):  # it is for the training
             continue
         shown = ", ".join(states[k] for k in sorted(tables)) or "none"
         if pattern not in ("**", "*") and not matched:

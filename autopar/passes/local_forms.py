@@ -109,6 +109,7 @@ class Forms(ZeroWriter, abc.ABC):
     env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)  #: Old variable -> new value, and its state.
     reduced: set[Atom] = field(default_factory=set)  #: Old variables that depend on a sum over the examples.
     converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)  #: (New value, state) -> it in that state.
+    wide: dict[Atom, Var] = field(default_factory=dict)  #: New value of 8 or 16 bits -> it in float32, unrounded.
     #: Partial sum whose operands are better reduced than itself -> its equation, and the operands' bytes.
     reduced_early: dict[Atom, tuple[Equation, int]] = field(default_factory=dict)
 
@@ -321,17 +322,17 @@ class Forms(ZeroWriter, abc.ABC):
         return self._cast(total, new.dtype, source) if is_rounded else total
 
     def _unrounded(self, new: Atom) -> Atom:
-        """Returns a new value of 8 or 16 bits in float32, as the products that it is a sum of make it."""
-        made = self.producers.get(new)
+        """Returns a new value of 8 or 16 bits in float32, as the products and sums that it is made of make it."""
+        if new in self.wide:
+            return self.wide[new]
+        made, dtype = self.producers.get(new), jax_compat.sum_dtype(new.dtype)
         is_product = made is not None and made.op in _PRODUCTS and not isinstance(made.params["precision"], _ALGORITHMS)
-        if made is None or not (is_product or made.op in UNROUNDED):
-            return self._cast(new, jax_compat.sum_dtype(new.dtype), made)
-        inputs, params, type_ = made.inputs, made.params, replace(new.type, dtype=jax_compat.sum_dtype(new.dtype))
-        if is_product:
-            params = {**params, "preferred_element_type": type_.dtype}
-        else:
-            inputs = tuple(map(self._unrounded, inputs))
-        out = Var(type_)
+        if made is None or not (is_product or made.op in (*UNROUNDED, "reduce_sum")):
+            self.wide[new] = self._cast(new, dtype, made)
+            return self.wide[new]
+        params = {**made.params, "preferred_element_type": dtype} if is_product else made.params
+        inputs = made.inputs if is_product else tuple(map(self._unrounded, made.inputs))
+        self.wide[new] = out = Var(replace(new.type, dtype=dtype))
         self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
         return out
 

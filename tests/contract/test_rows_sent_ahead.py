@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -110,6 +111,20 @@ def test_other_numbers_of_rows() -> None:
             yield {"ids": batch["ids"] % 7 if k % 4 < 2 else wide, "y": batch["y"]}
 
     assert 0 < _sends(given) < 2 * 8
+
+
+def test_a_device_without_room_for_rows_of_two_steps() -> None:
+    """What can't be sent ahead is copied in its step."""
+    calls, send = itertools.count(), Ranks.send
+
+    def refused(ranks: Ranks, value: np.ndarray) -> Any:
+        if next(calls) in (1, 4, 5):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+        return send(ranks, value)
+
+    with mock.patch.object(Ranks, "send", refused):
+        # Of seven batches that are known ahead three aren't sent whole, each of them with two arrays.
+        assert _sends(lambda: batches(8)) == 2 * (7 - 3)
 
 
 def test_a_copied_state_gets_rows_of_its_own() -> None:

@@ -94,6 +94,28 @@ def test_gradients_of_16_bits_are_rounded_after_they_are_summed(kept: Any, tied:
     assert [a.dtype for a in sums if a.shape] == [np.float32]
 
 
+@pytest.mark.parametrize("examples", [15, 16])
+def test_products_of_16_bits_over_masked_examples(examples: int) -> None:
+    """XLA on CPUs has no product of bfloat16 with a float32 result whose left operand is a mask of a transpose."""
+
+    def step(seen: jax.Array, x: jax.Array) -> jax.Array:
+        shown = jnp.where((x[:, 0] > 0)[None], x.T, 0) @ x
+        bias = jnp.sum(x * 3, axis=0)  # a sum that is no product
+        for _ in range(60):  # each operand is written once, not at each use
+            shown = shown + shown
+            shown = shown * jnp.bfloat16(0.5)
+        for _ in range(40):
+            bias = bias + bias
+        return seen + shown + bias
+
+    x = jax.random.normal(jax.random.key(0), (examples, 16), jnp.bfloat16)
+    seen = jnp.zeros((16, 16), jnp.bfloat16)
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    mine, theirs = (np.asarray(f(seen, x), np.float32) for f in (planned, jax.jit(step)))
+    np.testing.assert_allclose(mine, theirs, rtol=2**-6, atol=2**-7 * np.abs(theirs).max())
+    assert len(planned.planned_for(seen, x).compiled.program.block.equations) < 400
+
+
 def test_rows_that_every_device_looks_up_in_a_loop() -> None:
     """A batch that the devices don't divide: nothing in the loop is spread but the owners' rows that it adds to."""
 

@@ -370,11 +370,13 @@ class SegmentedProgram:
             leaf, route = (running.values[a] for a in equation.inputs)
             running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
         written = {family: self._written(prefix, step, family) for family in map(_family, prefix.routes)}
-        for equation in prefix.sent:
-            which = np.flatnonzero(
-                np.isin(running.values[equation.inputs[1]].read, written[_family(equation.inputs[1])])
-            )
-            ahead.sent[equation] = which, self._ranks.send(running.values[equation.outputs[0]])
+        try:
+            for equation in prefix.sent:
+                route = running.values[equation.inputs[1]]
+                which = np.flatnonzero(np.isin(route.read, written[_family(equation.inputs[1])]))
+                ahead.sent[equation] = which, self._ranks.send(running.values[equation.outputs[0]])
+        except jax.errors.JaxRuntimeError:  # no room for rows of two steps
+            ahead.sent.clear()
         later: dict[LogAhead, np.ndarray] = {}
         for log in prefix.logs:  # rows that this step writes are up to date by then
             route, stamped = running.values[log.stamps.inputs[1]], running.values[log.stamps.outputs[0]]
