@@ -122,12 +122,12 @@ class Ranks:
     ) -> list[np.ndarray]:
         """Delivers gradients of several families at once, as `Exchange.deliver`."""
         rounds = map(self.exchange.delivering, requested, sums, out)
-        return self._exchanged("delivering gradients", self.exchange.together, rounds)
+        return self._exchanged("delivering gradients", lambda: self.exchange.together(rounds))
 
     def _timed(self, what: str, exchanges: Iterable[Rounds[T]]) -> list[T]:
         """Exchanges what could be exchanged beside the step before."""
         start = time.perf_counter()
-        results = self._exchanged(what, self.exchange.together, exchanges)
+        results = self._exchanged(what, lambda: self.exchange.together(exchanges))
         self.exchanged_s += time.perf_counter() - start
         return results
 
