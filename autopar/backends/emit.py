@@ -315,7 +315,7 @@ def _gathered(devices: OwnPart, value: Array, axis: int, size: int | None = None
 _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
-    "ap.reduce_scatter": lambda devices, p, value: devices.reduce_scatter(value, p["axis"]),
+    "ap.reduce_shards": lambda devices, p, value: devices.reduce_scatter(value, p["axis"]),
     "ap.reduce_rank": lambda devices, p, value: devices.reduce_rank(value, p["op"]),
     "ap.once_rank": lambda devices, p, value: devices.once_a_rank(value),
     "ap.shard": lambda devices, p, value: (devices.padded_share if "size" in p else devices.share)(value, **p),

@@ -152,7 +152,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     },
     "localize": {
         "reduce": _named("value"),
-        "reduce_scatter": _named("value"),
+        "reduce_shards": _named("value"),
         "reduce_rank": _named("value"),
         "once_rank": _named("value"),
         "shard": _named("value"),

@@ -217,7 +217,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.shared.reductions.append(Reduction(atom.type, "sum", self.nested, where, in_shards=True))
             part = self._unrounded(self.read(atom)) if is_short(atom.dtype) else self.read(atom)
             type_, params = self._local_type(part.type, wanted), {"axis": wanted.axis}
-            total = self.emit(self.shared.op("reduce_scatter"), (part,), type_, params)
+            total = self.emit(self.shared.op("reduce_shards"), (part,), type_, params)
             total = self._cast(total, atom.dtype, source) if is_short(atom.dtype) else total
             self.env[atom] = total, wanted
             self.shared.owned.add(total)

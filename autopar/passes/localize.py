@@ -515,7 +515,7 @@ class Localizer(Forms):
 
     def exchanges(self) -> bool:
         """Returns whether a nested block needs values of other devices."""
-        exchanges = [self.shared.op(name) for name in ("reduce", "reduce_scatter", "replicate")]
+        exchanges = [self.shared.op(name) for name in ("reduce", "reduce_shards", "replicate")]
         return any(e.op in exchanges for e in Block((), tuple(self.equations), ()).walk())
 
     def part_state(self, state: State, axis: int, size: int) -> State:

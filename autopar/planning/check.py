@@ -390,7 +390,7 @@ def _written(block: Block, devices: int, times: int) -> Iterator[Collective]:
     for equation in block.equations:
         if equation.op == "ap.reduce":
             yield from _reductions(equation, devices, times)
-        elif equation.op == "ap.reduce_scatter":
+        elif equation.op == "ap.reduce_shards":
             yield _collective("reduce-scatter", equation.outputs[0].type.nbytes, times)
         elif equation.op == "ap.replicate":
             yield _collective("all-gather", devices * equation.inputs[0].type.nbytes, times)

@@ -260,7 +260,8 @@ def test_what_is_told_of_devices_that_do_not_divide_a_batch() -> None:
     text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
     assert "All devices" not in text and "7 devices don't divide the batch (4): each has 1 or fewer, padded" in text
     text = explained(planned, state, batch, cluster=SMALL.of(1, 1))
-    assert "A step is predicted" not in text and "All devices" not in text
+    assert "All devices" not in text and "don't divide" not in text
+    assert "A step is predicted to take" in text and "Figures: of chalk: as given" in text  # as of one accelerator
 
 
 def test_named_clusters_say_where_their_figures_come_from() -> None:
