@@ -281,6 +281,11 @@ def sum_dtype(dtype: Dtype) -> Dtype:
     return np.dtype(np.float32) if is_float(dtype) and np.dtype(dtype).itemsize < 4 else dtype
 
 
+def names_algorithm(precision: object) -> bool:
+    """Returns whether a product's precision says by itself in which dtype it is added up."""
+    return isinstance(precision, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset)
+
+
 def is_rounded(dtype: Dtype) -> bool:
     """Returns whether results of a dtype are rounded: real and complex floating-point ones."""
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.inexact))

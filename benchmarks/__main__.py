@@ -14,7 +14,7 @@ from collections.abc import Iterator
 BENCHMARKS = {
     "first_week": ("first_week",),
     "one_device": ("lookup", "adamw", "dispatch", "planning", "crossover", "microbatches"),
-    "devices": ("devices", "border"),
+    "devices": ("devices", "border", "shards"),
     "choice": ("choice",),
     "hosts": ("hosts", "binding"),
     "torchrec": ("torchrec", "one_table", "one_device"),

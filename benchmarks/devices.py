@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.ir.strategy import OPTIMIZATIONS
 from benchmarks.lookup import CLIP, EPS, IDS, RATE, bare_step, loss_of, make_state, plain_step, zipf_batches
+from benchmarks.models import TX, gpt, perceptron, step_of
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
 DEVICES = 4
@@ -44,6 +45,11 @@ FOLLOWING: dict[str, Callable[[jax.Array], jax.Array]] = {
 def border() -> None:
     """What follows a lookup where the rows are, and where it is written: 200,000 x 64, 2,048 Zipf ids, Adagrad."""
     subprocess.run([sys.executable, "-m", "benchmarks.devices", "border"], check=True)
+
+
+def shards() -> None:
+    """Dense parameters in shards ("ps") and whole ("allreduce"): layers of a perceptron, clip and Adam."""
+    subprocess.run([sys.executable, "-m", "benchmarks.devices", "shards"], check=True)
 
 
 def _placed(state: Any, mesh: Mesh, rows: int | None) -> Any:
@@ -194,6 +200,26 @@ def measure_border(rows: int = 200_000, width: int = 64, ids: int = 2_048, round
         print(f"{name}: {shown}: {ratio(times['moved'], times['as written']):.2f} of the time", flush=True)
 
 
+#: Width and examples of the perceptrons of `shards`.
+PERCEPTRONS = ((1_024, 64), (1_024, 512), (256, 2_048))
+
+
+def measure_shards(rounds: int = 8) -> None:
+    """Both ways in turns, and the GPT of the first week, whose leaves are many and small."""
+    models = {f"4 layers of {w} x {w}, {n} examples": perceptron(4, w, n) for w, n in PERCEPTRONS}
+    for name, model in (models | {"GPT": gpt()}).items():
+        step, params = step_of(model.loss), model.init(jax.random.key(0))
+        batches = [model.batch(k) for k in range(4)]
+        runners = {}
+        for way in ("ps", "allreduce"):
+            own = jax.tree.map(jnp.copy, params)
+            planned: Any = autopar.parallelize(step, strategy={"0/**": way})
+            runners[way] = Runner(planned, (own, TX.init(own)))
+        times = alternate(runners, lambda k, given=batches: given[k % len(given)], rounds)
+        shown = ", ".join(f"{way} {median_ms(found):.1f} ms" for way, found in times.items())
+        print(f"{name}: {shown}: {ratio(times['ps'], times['allreduce']):.2f} of the time", flush=True)
+
+
 def _step_with(form: Callable[[jax.Array], jax.Array], optimizer: optax.GradientTransformation) -> Any:
     def step(state: Any, ids: jax.Array) -> Any:
         loss, grad = jax.value_and_grad(lambda table: jnp.mean(jnp.tanh(form(table[ids])) ** 2))(state["table"])
@@ -205,7 +231,7 @@ def _step_with(form: Callable[[jax.Array], jax.Array], optimizer: optax.Gradient
 
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    if sys.argv[1] == "border":
-        measure_border()
+    if sys.argv[1] in ("border", "shards"):
+        {"border": measure_border, "shards": measure_shards}[sys.argv[1]]()
     else:
         measure(int(sys.argv[1]))

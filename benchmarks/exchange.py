@@ -27,13 +27,15 @@ from benchmarks.ranks import RANK, mpiexec, serve, started
 
 RATE = "1gbit"
 RANKS, ROWS, DIM, IDS, ROUNDS = 4, 800_000, 256, 640, 300
+#: Of eight tables that aren't alike.
+FAMILY_ROWS, FAMILY_DIM, FAMILY_IDS = 20_000, 64, 1_664
 
 
 def exchange() -> None:
     """Exchanges of rows against a textbook's: 640 Zipf ids a rank of 800,000 rows of 256 floats, and AllReduce.
 
     The textbook's are what one writes first with mpi4py: counts by `Alltoall`, everything else by `Alltoallv`, sums by
-    `np.add.at`, an `Allreduce` for each array.
+    `np.add.at`, an `Allreduce` for each array. And those of eight tables, one after the other and at once.
     """
     _start("exchange", RANKS)
 
@@ -149,6 +151,21 @@ def _steps(comm: Any, exchanges: dict[str, Exchange], say: Callable[..., None]) 
             out = buffers.take("sums", (len(found.rows), DIM), np.float32)
             ours.deliver(found, gradients[: found.size], out)
 
+        rng = np.random.default_rng(comm.rank)
+        families = [np.unique(rng.integers(0, FAMILY_ROWS * comm.size, FAMILY_IDS)).astype(np.int32) for _ in range(8)]
+
+        def apart(k: int, ours: Exchange = ours, families: Sequence[np.ndarray] = families) -> None:
+            asked = [ours.ask(ids, FAMILY_ROWS) for ids in families]
+            fetched = [ours.fetch(one, np.ones((len(one.rows), FAMILY_DIM), np.float32)) for one in asked]
+            for one, sums in zip(asked, fetched, strict=True):
+                ours.deliver(one, sums)
+
+        def at_once(k: int, ours: Exchange = ours, families: Sequence[np.ndarray] = families) -> None:
+            asked = ours.together(ours.asking(ids, FAMILY_ROWS) for ids in families)
+            rows = (np.ones((len(one.rows), FAMILY_DIM), np.float32) for one in asked)
+            ours.together(map(ours.delivering, asked, ours.together(map(ours.fetching, asked, rows))))
+
+        calls |= {f"{way}: 8 families, one by one": apart, f"{way}: 8 families at once": at_once}
         calls |= {f"{way}: ask": ask, f"{way}: fetch": fetch, f"{way}: deliver": deliver}
         calls[f"{way}: all three"] = lambda k, parts=(ask, fetch, deliver): [part(k) for part in parts]
     found = _milliseconds(comm, calls, ROUNDS)

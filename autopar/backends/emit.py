@@ -29,7 +29,7 @@ from autopar.backends.single import ReplicatedRows, SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of
 from autopar.ir.trace import block_of
-from autopar.jax_types import Array, Dtype, Leaf, Params, Pytree, ValueType
+from autopar.jax_types import Array, Leaf, Params, Pytree, ValueType
 
 #: Operations over the devices of the tensor axis.
 _TENSOR = f"{PREFIX}tensor_"
@@ -115,7 +115,7 @@ class _Emitter:
             return results if isinstance(results, tuple) else [results]
         params = equation.original if equation.original is not None else equation.params
         if equation.op == "dot_general" and self._devices is not None and self._devices.is_on_cpus:
-            operands = _as_wide_as(params["preferred_element_type"], operands)
+            operands = _as_wide_as(params, operands)
         return jax_compat.bind(equation.primitive, operands, params)
 
     def _on_axis(self, op: str) -> tuple[str, OwnPart | None]:
@@ -293,9 +293,11 @@ class _Emitter:
         return [needed]
 
 
-def _as_wide_as(result: Dtype | None, operands: list[Array]) -> list[Array]:
+def _as_wide_as(product: Params, operands: list[Array]) -> list[Array]:
     """Returns operands of a product with a float32 result in float32: XLA on CPUs widens not all of 16 bits itself."""
-    if result is None or not jax_compat.is_float(result) or jax_compat.sum_dtype(result) != result:
+    result = product["preferred_element_type"]
+    is_wide = result is not None and jax_compat.is_float(result) and jax_compat.sum_dtype(result) == result
+    if not is_wide or jax_compat.names_algorithm(product["precision"]):
         return operands
     return [x if jax_compat.sum_dtype(x.dtype) == x.dtype else jnp.asarray(x, result) for x in operands]
 

@@ -29,8 +29,9 @@ import numpy.typing as npt
 
 from autopar.jax_types import Comm
 from autopar.mpi.buffers import RESERVE, aligned, memory_refusal
-from autopar.mpi.exchange import Exchange, Kind, NodeRings, Requested, Rings, Rounds, first_of, require_rows
+from autopar.mpi.exchange import Exchange, Kind, Requested, Rounds, first_of, require_rows
 from autopar.mpi.limits import machine_name, memory_levels
+from autopar.mpi.rings import NodeRings, Rings
 from autopar.mpi.waiting import Waiting
 from autopar.mpi.world import World, world
 

@@ -33,7 +33,6 @@ def common_state(states: Iterable[State]) -> State:
 #: Operations that keep a sum of 8 or 16 bits unrounded, if their operands are.
 UNROUNDED = frozenset({"add", "add_any", "reshape", "squeeze", "transpose"})
 _PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
-_ALGORITHMS = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)  #: They say in which dtype a product is added up.
 
 
 def is_short(dtype: Dtype) -> bool:
@@ -326,7 +325,8 @@ class Forms(ZeroWriter, abc.ABC):
         if new in self.wide:
             return self.wide[new]
         made, dtype = self.producers.get(new), jax_compat.sum_dtype(new.dtype)
-        is_product = made is not None and made.op in _PRODUCTS and not isinstance(made.params["precision"], _ALGORITHMS)
+        is_product = made is not None and made.op in _PRODUCTS
+        is_product = is_product and not jax_compat.names_algorithm(made.params["precision"])
         if made is None or not (is_product or made.op in (*UNROUNDED, "reduce_sum")):
             self.wide[new] = self._cast(new, dtype, made)
             return self.wide[new]

@@ -16,7 +16,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends import global_arrays
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.segmented import Ahead, OtherShapes, RunningStep, SegmentedProgram
+from autopar.backends.host.running_step import Ahead, OtherShapes, RunningStep
+from autopar.backends.host.segmented import SegmentedProgram
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, stacked
 from autopar.backends.host.update_log import HostLogPrograms, common_host_log

@@ -82,7 +82,8 @@ def test_a_server_that_fails_ends_the_job(run_ranks: Run, sync: str, rank: int) 
 
 @pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), long(HYBRID), long(PAIRS), long(NEIGHBORS)])
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
-    job = run_ranks(ranks_of(sync), with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
+    # With a pause: a rank's last heartbeat is not to come from before its first step.
+    job = run_ranks(ranks_of(sync), with_fault("os.kill(os.getpid(), 19)", sync, pause=0.2), AUTOPAR_WATCHDOG="3")
     check_ended(job)
     assert re.search(r"rank 1 .*no sign of life for \d+ s .*last seen in step \d", job.ranks[0]), job.output
 

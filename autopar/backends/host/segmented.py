@@ -2,7 +2,7 @@
 
 Calls into MPI are made between programs, never from a callback inside one. Everything that a segment needs is looked up
 once, when the step is compiled for a shape bucket (rows asked for and owned); a step itself walks a list. `OtherShapes`
-says that the step's rows don't fit, or fit a smaller bucket, before anything has changed.
+ends a run before anything has changed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,10 +23,12 @@ from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
 from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.ranks import EACH, Placement, Ranks
+from autopar.backends.host.running_step import Ahead, HostRoute, OtherShapes, RunningStep
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
+from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Spread
@@ -39,113 +39,6 @@ from autopar.jax_types import Array, Dtype, Index, Leaf
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, RequestedPart, Rounds, distinct_rows, number_dtype
-
-
-class OtherShapes(Exception):
-    """A step needs another shape bucket."""
-
-    def __init__(self, needs: Rows) -> None:
-        super().__init__(str(needs))
-        self.needs = needs
-
-
-@dataclass(eq=False)
-class HostRoute:
-    """The rows of a family in one step."""
-
-    requested: Requested
-    indices: np.ndarray  #: Sorted storage indices that this rank asks for.
-    view: RouteView
-    rows: np.ndarray  #: Rows of this owner that are asked for, padded.
-    spare: int  #: A row that the step doesn't touch, which padding reads.
-
-    @property
-    def count(self) -> int:
-        """Rows of this owner that are asked for."""
-        return len(self.requested.rows)
-
-    @property
-    def read(self) -> np.ndarray:
-        """The rows that are read, that of padding included."""
-        return np.where(np.arange(len(self.rows)) < self.count, self.rows, self.spare)
-
-
-@dataclass(eq=False)
-class RunningStep:
-    """One run of the segments.
-
-    All but `values` outlives a run that begins again in another shape bucket: other ranks need not begin again, so
-    exchanges aren't repeated.
-
-    Attributes:
-      routes: Family -> its request, and the storage indices in it.
-      needs: Family -> number of rows of this owner that are asked for, and of rows that this rank asks for.
-      reduced: (Level, gradient bucket, operation) -> a function that waits for the sums.
-      beside: Reductions under way beside programs, and where their results go.
-      bags: By the operands that bags are made of.
-      lagging: Tables whose rows are brought up to date when they are pulled.
-      catch_up_some: Brings some lagging rows up to date, beside the devices' first program.
-      expects: Whether rows of deferred tables are brought up to date ahead.
-      is_first: Whether it is the first one of all ranks, which then agree on a bucket.
-      has_written: Whether a table has changed.
-      ahead: What was done of it beside the step before.
-      looks_ahead: Whether the next step's prefix is run beside it, on all ranks or none.
-      following: The next step, if its batch is known here.
-      under_way: Waits for what is done of the next step, in a thread.
-    """
-
-    values: dict[Atom, Leaf]
-    routes: dict[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
-    needs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Array]]] = field(default_factory=dict)
-    beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Array]]]] = field(default_factory=list)
-    bags: dict[tuple[Atom, ...], RequestedBags] = field(default_factory=dict)
-    lagging: frozenset[HostRows] = frozenset()
-    catch_up_some: Callable[[], None] | None = None
-    expects: bool = True
-    is_first: bool = False
-    has_written: bool = False
-    ahead: Ahead | None = None
-    looks_ahead: bool = False
-    following: Ahead | None = None
-    under_way: Callable[[], None] | None = None
-
-
-@dataclass(eq=False)
-class Ahead:
-    """A step whose prefix (`analysis.prefix.Prefix`) runs beside the step before it."""
-
-    segmented: SegmentedProgram  #: The program that runs it.
-    running: RunningStep  #: Its routes and needs.
-    values: dict[Atom, Leaf] = field(default_factory=dict)  #: Its ids and routes.
-    is_there: bool = False  #: Whether all ranks have asked for its rows.
-    #: The rows that were fetched, and the part of them that the step before writes and that is still to come.
-    fetched: dict[Equation, tuple[np.ndarray, RequestedPart]] = field(default_factory=dict)
-    tables: tuple[int, ...] = ()  #: Inputs that they are of.
-    #: These, at the versions that this step leaves.
-    versions: MutableMapping[HostRows, int] = field(default_factory=weakref.WeakKeyDictionary)
-    #: What the step before was expected to write to update logs, and what these are by then, by input.
-    new_entries: dict[Atom, Leaf] = field(default_factory=dict)
-    entries: dict[int, np.ndarray] = field(default_factory=dict)
-    #: Pulls of deferred tables -> which rows the step before writes; and all, the others brought up to date.
-    caught: dict[Equation, tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
-    #: Pulls that devices read -> which rows the step before writes; and all, on each device.
-    sent: dict[Equation, tuple[np.ndarray, Sequence[jax.Array]]] = field(default_factory=dict)
-
-    @property
-    def has_rows(self) -> bool:
-        """Says whether rows were fetched or sent."""
-        return bool(self.fetched or self.sent)
-
-    def drop_rows(self) -> None:
-        """Leaves routes alone."""
-        self.fetched, self.caught, self.sent = {}, {}, {}
-
-    @property
-    def fits(self) -> bool:
-        """Says whether its program is compiled for its rows."""
-        return self.segmented.fits(self.running.needs)
-
 
 _Action = Callable[[RunningStep], None]
 
@@ -370,13 +263,7 @@ class SegmentedProgram:
             leaf, route = (running.values[a] for a in equation.inputs)
             running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
         written = {family: self._written(prefix, step, family) for family in map(_family, prefix.routes)}
-        try:
-            for equation in prefix.sent:
-                route = running.values[equation.inputs[1]]
-                which = np.flatnonzero(np.isin(route.read, written[_family(equation.inputs[1])]))
-                ahead.sent[equation] = which, self._ranks.send(running.values[equation.outputs[0]])
-        except jax.errors.JaxRuntimeError:  # no room for rows of two steps
-            ahead.sent.clear()
+        self._send_ahead(prefix, ahead, written)
         later: dict[LogAhead, np.ndarray] = {}
         for log in prefix.logs:  # rows that this step writes are up to date by then
             route, stamped = running.values[log.stamps.inputs[1]], running.values[log.stamps.outputs[0]]
@@ -405,6 +292,26 @@ class SegmentedProgram:
         ahead.entries = {k: entries[v] for k, v in enumerate(self._inputs) if v in entries}
         ahead.versions.update((table, table.version) for table in tables.values())
         running.values.clear()  # no table is kept alive for a step that may never come
+
+    def _send_ahead(self, prefix: Prefix, ahead: Ahead, written: Mapping[int, np.ndarray]) -> None:
+        """Copies what devices read of the next step's tables to them, and notes which rows this step writes."""
+        values = ahead.running.values
+        try:
+            for equation in prefix.sent:
+                which = np.flatnonzero(np.isin(values[equation.inputs[1]].read, written[_family(equation.inputs[1])]))
+                ahead.sent[equation] = which, self._ranks.send(values[equation.outputs[0]])
+        except jax.errors.JaxRuntimeError as error:
+            ahead.sent.clear()
+            ahead.refusal = str(error)
+
+    def _stop_ahead(self, refusal: str) -> None:
+        """Copies rows in the step that needs them from now on, and says so once."""
+        self._prefixes = [None, None]
+        warn(
+            f"there may be no room on the device for rows of two steps: {refusal.splitlines()[0]}. From now on rows "
+            "are copied in the step that needs them; optimize= without 'prefetch' does so from the first step",
+            SlowPlanWarning,
+        )
 
     def _entries(self, logs: Sequence[LogAhead], step: RunningStep, ahead: Ahead) -> dict[Atom, np.ndarray]:
         """Returns update logs' entries as they are expected to be after a step."""
@@ -456,6 +363,8 @@ class SegmentedProgram:
         if step.under_way is not None:
             ask, step.under_way = step.under_way, None
             ask()
+            if step.following is not None and step.following.refusal:
+                self._stop_ahead(step.following.refusal)
 
     def _await_thread(self, step: RunningStep) -> None:
         self._await_following(step)

@@ -353,15 +353,15 @@ def check_what_is_done_between_two_steps() -> None:
     assert (fetches.whole, fetches.late) == (5, 9 + 7)
 
 
+def of_other_numbers_of_rows() -> Iterator[Batch]:
+    for k, batch in enumerate(batches(9)):
+        wide = np.arange(batch["ids"].size, dtype=np.int32).reshape(batch["ids"].shape) * (k % 4 + 1)
+        yield {"ids": batch["ids"] % 7 if k % 4 < 2 else wide, "y": batch["y"]}
+
+
 def check_other_numbers_of_rows() -> None:
     """Rows that fit no program yet are asked for ahead, and fetched where the program is."""
-
-    def given() -> Iterator[Batch]:
-        for k, batch in enumerate(batches(9)):
-            wide = np.arange(batch["ids"].size, dtype=np.int32).reshape(batch["ids"].shape) * (k % 4 + 1)
-            yield {"ids": batch["ids"] % 7 if k % 4 < 2 else wide, "y": batch["y"]}
-
-    _, fetches = run_both(given)
+    _, fetches = run_both(of_other_numbers_of_rows)
     assert (fetches.whole, fetches.late) == (7, 2 + 2)
 
 
