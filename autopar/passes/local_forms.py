@@ -325,8 +325,9 @@ class Forms(ZeroWriter, abc.ABC):
         if new in self.wide:
             return self.wide[new]
         made, dtype = self.producers.get(new), jax_compat.sum_dtype(new.dtype)
-        is_product = made is not None and made.op in _PRODUCTS
-        is_product = is_product and not jax_compat.names_algorithm(made.params["precision"])
+        is_product = (
+            made is not None and made.op in _PRODUCTS and not jax_compat.names_algorithm(made.params["precision"])
+        )
         if made is None or not (is_product or made.op in (*UNROUNDED, "reduce_sum")):
             self.wide[new] = self._cast(new, dtype, made)
             return self.wide[new]
