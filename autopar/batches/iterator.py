@@ -27,7 +27,7 @@ from autopar.errors import ArgumentsError
 from autopar.interrupts import SIGNALS, Loop, Tell
 from autopar.ir.paths import BatchAxis, path_name
 from autopar.jax_types import Index, Json, Leaf, Pytree
-from autopar.launch.group import Group, MpiGroup, StoreGroup, everyone, odd_one
+from autopar.launch.group import Group, MpiGroup, StoreGroup, everyone, next_compared, odd_one
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.waiting import signal_channel
 
@@ -154,7 +154,8 @@ class Batches(Iterator[Pytree]):
         self._source = source
         self._options = options
         self._ahead = ahead
-        self._compared = False
+        #: Number of batches that were read, and of the next one that processes compare.
+        self._read = self._compared = 0
         self._go_to(0, 0)
 
     def __iter__(self) -> Iterator[Pytree]:
@@ -270,9 +271,10 @@ class Batches(Iterator[Pytree]):
         for part in source.read(epoch, start, kept):
             full = source.full
             assert full is not None, "a batch was read"
-            if not self._compared and self._options.devices.processes.several:
-                _check_same(part, self._options.devices.processes)
-            self._compared = True
+            if self._read == self._compared and self._options.devices.processes.several:
+                _check_same(part, self._read, self._options.devices.processes)
+                self._compared = next_compared(self._read)
+            self._read += 1
             if part.size != full and self._options.last == "drop":
                 continue
             if part.size > full or (part.size != full and self._options.last == "error"):
@@ -337,15 +339,17 @@ def _placed(leaf: Leaf, along: int | None, devices: Devices) -> jax.Array:
     return jax.device_put(leaf) if jax.device_count() == 1 else place_array(leaf, devices.sharding(along))
 
 
-def _check_same(part: Part, processes: StoreGroup) -> None:
+def _check_same(part: Part, number: int, processes: StoreGroup) -> None:
+    """Compares the batch of that number, from 0, in this iterator."""
     digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())
         digest.update(np.ascontiguousarray(leaf).tobytes())
-    k = odd_one(processes.gather(digest.digest(), "the first batch of shard"))
+    k = odd_one(processes.gather(digest.digest(), "comparing batches of shard"))
     if k is not None:
+        which = "the first batch" if number == 0 else f"batch {number}, counted from 0,"
         raise ArgumentsError(
-            f"shard: the first batch isn't the same on {processes.name(k)} as on "
+            f"shard: {which} isn't the same on {processes.name(k)} as on "
             f"{processes.name(0)}. If each process has a part of the data, say shard(source, per_process=True); if "
             "not, give the source the same seed everywhere"
         )

@@ -19,7 +19,7 @@ def path_name(path: Sequence[object]) -> str:
 def _compiled(pattern: str) -> re.Pattern[str]:
     parts = re.split(r"(\*\*|\*)", pattern.strip("/"))
     text = "".join({"**": ".*", "*": "[^/]*"}.get(p, re.escape(p)) for p in parts)
-    text = text.replace("/.*/", "/(?:.*/)?")
+    text = re.sub(r"(^|/)\.\*/", r"\1(?:.*/)?", text)
     return re.compile(f"{text}(?:/.*)?")
 
 

@@ -46,6 +46,8 @@ _logger = logging.getLogger("autopar")
 _PATIENCE_S = 20
 #: Seconds between two looks at whether the other ranks have come: they may be writing files, and need the core.
 _PAUSE_S = 5e-4
+#: Processes compare what they were given at least once in so many calls.
+_COMPARED_AT_LEAST = 1_024
 #: Number of exchanges so far by members: each has a name of its own in the store. Global, as the store is.
 _exchanges: Counter[tuple[int, ...]] = Counter()
 
@@ -328,6 +330,11 @@ class StoreGroup(Group):
 def odd_one(values: Sequence[object]) -> int | None:
     """Returns the index of the first value that differs from the first one; None if all are equal."""
     return next((k for k, value in enumerate(values) if value != values[0]), None)
+
+
+def next_compared(number: int) -> int:
+    """Returns which call or batch processes compare after that number: 1, 2, 4, ..., 1,024, and each 1,024th one."""
+    return number + min(max(number, 1), _COMPARED_AT_LEAST)
 
 
 def everyone() -> Group:

@@ -30,6 +30,9 @@ from autopar.tables.kinds import is_table
 
 #: Size in bytes of the evenly spaced sample that is compared of a larger array.
 _SAMPLE = 1 << 20
+_IS_GLOBAL = "A plain array means the global one, the same on all processes"
+_BY_PROCESS = "autopar.shard(source, per_process=True) makes global batches of what differs by process"
+_ONE_BATCH = f"{_IS_GLOBAL}. {_BY_PROCESS}"
 
 
 def check_same_call(
@@ -65,7 +68,7 @@ def check_same_call(
         raise ArgumentsError(
             f"{name} got other arguments on {processes.name(k)} ({b}) than on "
             f"{processes.name(0)} ({a}). Arguments mean the global state and batch, the same on all processes; "
-            "autopar.shard(source, per_process=True) makes global batches of what differs by process"
+            f"{_BY_PROCESS}"
         )
     if _other(all_, "program") is not None:
         _raise_program(processes, name, text)
@@ -73,14 +76,24 @@ def check_same_call(
     if k is not None:
         n = next(n for n, (a, b) in enumerate(zip(all_[0]["leaves"], all_[k]["leaves"], strict=True)) if a != b)
         path, role = program.inputs[n].path, program.inputs[n].role
-        remedy = (
-            "Make it of the same seed, or by autopar.init"
-            if role == "state"
-            else "autopar.shard(source, per_process=True) makes global batches of what differs by process"
-        )
+        remedy = f"{_IS_GLOBAL}. Make it of the same seed, or by autopar.init" if role == "state" else _ONE_BATCH
         raise ArgumentsError(
-            f"{name}: {path} isn't the same array on {processes.name(k)} as on "
-            f"{processes.name(0)}. A plain array means the global one, the same on all processes. {remedy}"
+            f"{name}: {path} isn't the same array on {processes.name(k)} as on {processes.name(0)}. {remedy}"
+        )
+
+
+def check_same_batch(processes: StoreGroup, name: str, number: int, leaves: Mapping[str, Leaf]) -> None:
+    """Compares arguments, by path, of a call that is planned already; raises ArgumentsError if plain arrays differ.
+
+    Collective. `number`: of the call, from 0.
+    """
+    all_ = processes.values([_contents(leaf) for leaf in leaves.values()], f"comparing batches of {name}")
+    k = odd_one(all_)
+    if k is not None:
+        path = next(path for path, a, b in zip(leaves, all_[0], all_[k], strict=True) if a != b)
+        raise ArgumentsError(
+            f"{name}: {path} isn't the same array on {processes.name(k)} as on {processes.name(0)} in call {number}, "
+            f"counted from 0. {_ONE_BATCH}"
         )
 
 

@@ -25,10 +25,11 @@ from autopar.ir.figures import HEADROOM, NEAR
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.jax_types import Leaf, Pytree
-from autopar.launch.group import everyone
+from autopar.launch.group import everyone, next_compared
 from autopar.launch.notices import compiling, noticing
 from autopar.launch.progress import mark
 from autopar.passes.choosing.capacity import needed_share
+from autopar.run.agreement import check_same_batch
 from autopar.run.arguments import Call, NamedArguments, call_difference, read_call, static_key, step_name
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.devices import DevicesRunner
@@ -133,6 +134,7 @@ class ParallelStep(PickledByOptions):
     latest: PlannedStep | None = None
     upcoming: Upcoming | None = None
     _calls: int = 0
+    _compared: int = next_compared(0)  #: Number of the next call whose batch processes compare; planning did the first.
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
@@ -213,6 +215,8 @@ class ParallelStep(PickledByOptions):
                 runner, has_run = grown.runner, False
         runner.upcoming = self.upcoming
         mark(self._calls, self.name)
+        if self._calls == self._compared:
+            self._compare(ready.planned, leaves)
         self._calls += 1
         try:
             if has_run and not jax_compat.is_profiling():
@@ -270,6 +274,15 @@ class ParallelStep(PickledByOptions):
         if key is not None:
             self._ready[key] = self._last = ready
         return ready
+
+    def _compare(self, planned: PlannedStep, leaves: Sequence[Leaf]) -> None:
+        """Raises ArgumentsError if processes were given different batches. Collective, where several run the step."""
+        self._compared = next_compared(self._calls)
+        if self.planner.processes is not None:
+            inputs = planned.compiled.analysed.inputs
+            batch = [k for k, x in enumerate(inputs) if x.role == "batch" and k not in planned.parameters]
+            given = {inputs[k].path: leaves[k] for k in batch}
+            check_same_batch(self.planner.processes, self.name, self._calls, given)
 
     def _is_of_another_kind(self, leaf: Leaf) -> bool:
         """Says whether a leaf belongs to a state of steps with another `sync=`."""

@@ -33,6 +33,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",
             "check_turns_are_measured_together",
+            "check_batches_that_differ_later",
             "check_what_differs_between_processes",
             "check_a_mesh_of_ones_own",
             "check_a_mesh_with_two_axes",

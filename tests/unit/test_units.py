@@ -33,6 +33,9 @@ from tests.support.pairs import pairwise
         ("params/emb", "params/emb/embedding", True),  # a node covers its leaves
         ("params/emb", "params/embedding", False),
         ("params/item*", "params/item_emb/embedding", True),
+        ("**/emb", "emb", True),
+        ("**/emb", "params/emb/embedding", True),
+        ("**/emb", "params/item_emb", False),
         ("params/*/embedding", "params/a/embedding", True),
         ("params/*/embedding", "params/a/b/embedding", False),  # * stays within a segment
         ("params/**/embedding", "params/a/b/embedding", True),

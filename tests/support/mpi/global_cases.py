@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -392,6 +393,22 @@ def check_turns_are_measured_together() -> None:
         assert found["ps"] > 0
     finally:
         calibrate._TURN_S, calibrate._ROUNDS = kept, rounds
+
+
+def check_batches_that_differ_later() -> None:
+    """After planning, the batches of calls 1, 2, 4, 8 are compared; the state is as it was before the call."""
+
+    def train_step(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+        return new, metrics["loss"]
+
+    for method in ("auto", ("ps", "hosts")):
+        planned, state = autopar.parallelize(train_step, strategy={"**/emb": method}), make_state(40)
+        for k in range(8):
+            state, _ = planned(state, ids_of(40, k))
+        there = "batch/ids isn't the same array on process 1 as on process 0 in call 8"
+        raises(autopar.ArgumentsError, there, functools.partial(planned, state, ids_of(40, RANK)))
+        planned(state, ids_of(40, 9))
 
 
 def check_what_differs_between_processes() -> None:

@@ -73,6 +73,9 @@ def check_a_stream_that_is_the_same_everywhere() -> None:
 
 def check_a_stream_that_is_not_the_same() -> None:
     raises("the first batch isn't the same on process 1", lambda: next(autopar.shard(stream([SIZE], RANK))))
+    later = stream([SIZE] * 4)
+    mine = (batch | {"rate": 0.5 + RANK * (k == 2)} for k, batch in enumerate(later))
+    raises("batch 2, counted from 0, isn't the same on process 1", lambda: list(autopar.shard(mine)))
 
 
 def check_examples_are_read_where_they_are_held() -> None:
