@@ -178,17 +178,18 @@ def _start_jax(here: World) -> None:
         )
     # Different versions of JAX might not even get to the comparison before the first step.
     check_same(here, _versions())
-    address = choose_coordinator(here)
-    _check_host_name(here, address)
     handler = signal.getsignal(signal.SIGTERM)
-    jax.distributed.initialize(
-        address,
-        here.size,
-        here.rank,
-        _local_devices(here),
-        cluster_detection_method="deactivate",
-        coordinator_bind_address=address,  # left out, it would be all of the host's
-    )
+    with contextlib.ExitStack() as held:
+        address = choose_coordinator(here, held)
+        _check_host_name(here, address)
+        jax.distributed.initialize(
+            address,
+            here.size,
+            here.rank,
+            _local_devices(here),
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=address,  # left out, it would be all of the host's
+        )
     # JAX's preemption service takes SIGTERM, also from a handler of the user's, which is set again.
     if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -261,9 +262,9 @@ TRIAL_S = 3.0
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
 
 
-def choose_coordinator(world: World) -> str:
+def choose_coordinator(world: World, held: contextlib.ExitStack) -> str:
     """Returns an "address:port" at rank 0 that all ranks reach, or raises LaunchError, naming those who can't.
-    Collective."""
+    Collective. `held`: until it is closed, no program but JAX's service is given the port."""
     word = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listening(word)) if world.rank == 0 else None
@@ -274,7 +275,7 @@ def choose_coordinator(world: World) -> str:
         for address in addresses:
             reached = world.comm.allgather(world.rank == 0 or _answers(address, port, word))
             if all(reached):
-                return f"{address}:{_free_port(world, address)}"
+                return f"{address}:{_free_port(world, address, held)}"
             far = ", ".join(str(rank) for rank, reaches in enumerate(reached) if not reaches)
             failed.append(f"{address} not from rank {far}")
     raise LaunchError(
@@ -285,12 +286,14 @@ def choose_coordinator(world: World) -> str:
     )
 
 
-def _free_port(world: World, address: str) -> int:
+def _free_port(world: World, address: str, held: contextlib.ExitStack) -> int:
     """Returns a free port of rank 0, other than the one that was tried, whose connections linger."""
     port = 0
     if world.rank == 0:
-        with socket.create_server((address, 0)) as free:
-            port = free.getsockname()[1]
+        free = held.enter_context(socket.socket())
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as gRPC does, which may share it so
+        free.bind((address, 0))
+        port = free.getsockname()[1]
     return world.comm.bcast(port)
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import tomllib
@@ -18,7 +17,7 @@ import pytest
 import yaml
 
 from tests.support.mpi.deployed_training import STEPS
-from tests.support.mpi.jobs import MPIEXEC, ROOT, Job, run_job
+from tests.support.mpi.jobs import MPIEXEC, ROOT, Job, coordinator, run_job
 
 DEPLOY = ROOT / "deploy"
 TRAINING = "from tests.support.mpi.deployed_training import main\n\nmain()\n"
@@ -146,31 +145,29 @@ def test_jobset(place: Path) -> None:
     assert env["JAX_COORDINATOR_ADDRESS"] == f"{name}-{replicated['name']}-0-0.{name}:{port}"
     assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"]
     assert int(env["JAX_NUM_PROCESSES"]) == spec["completions"] and env["JAX_PROCESS_ID"] is None
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        env["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{free.getsockname()[1]}"
     starts = [f"JAX_PROCESS_ID={k} {shlex.join(process['command'])} &" for k in range(spec["completions"])]
-    found = run(["sh", "-c", " ".join([*starts, "wait"])], place, **{k: v for k, v in env.items() if v})
+    with coordinator() as env["JAX_COORDINATOR_ADDRESS"]:
+        found = run(["sh", "-c", " ".join([*starts, "wait"])], place, **{k: v for k, v in env.items() if v})
     assert [steps(found, spec["completions"], when) for when in ("begins", "ends")] == [0, STEPS]
 
 
 def test_a_process_that_fails_before_the_others_ends_at_once(place: Path) -> None:
     """JAX would have it wait for them for five minutes, and them for it."""
     (place / "train.py").write_text("import jax\nassert jax.process_index(), 'it fails'\njax.distributed.shutdown()\n")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    env = {**os.environ, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "deploy/connected.py", "train.py"]
-    failing, other = (
-        subprocess.Popen(command, cwd=place, env={**env, "JAX_PROCESS_ID": str(k)}, stderr=subprocess.PIPE, text=True)
-        for k in (0, 1)
-    )
-    try:
-        assert "it fails" in failing.communicate(timeout=60)[1] and failing.returncode == 1
-    finally:
-        other.kill()
-        other.communicate()
+    with coordinator() as address:
+        env = {**os.environ, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+        failing, other = (
+            subprocess.Popen(
+                command, cwd=place, env={**env, "JAX_PROCESS_ID": str(k)}, stderr=subprocess.PIPE, text=True
+            )
+            for k in (0, 1)
+        )
+        try:
+            assert "it fails" in failing.communicate(timeout=60)[1] and failing.returncode == 1
+        finally:
+            other.kill()
+            other.communicate()
 
 
 def test_the_image_has_what_the_jobs_use() -> None:

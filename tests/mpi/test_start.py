@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import textwrap
@@ -14,7 +13,7 @@ import pytest
 from autopar.errors import LaunchError
 from autopar.launch.group import check_same
 from autopar.mpi.world import Launched, World, launched, world
-from tests.support.mpi.jobs import ROOT, Run
+from tests.support.mpi.jobs import ROOT, Run, coordinator
 
 
 def test_without_a_launcher_nothing_happens() -> None:
@@ -202,10 +201,8 @@ def test_processes_that_jax_connects_without_mpi(run_ranks: Run) -> None:
         except autopar.LaunchError as error:
             print(error)
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    job = run_ranks(2, script, COORDINATOR=address)
+    with coordinator() as address:
+        job = run_ranks(2, script, COORDINATOR=address)
     assert job.code == 0, job.output
     (seen,) = {found for text in job.ranks for found in re.findall(r"after (\d+) batches, at \1\n", text)}
     assert 3 <= int(seen) <= 3 + 32, job.output

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import socket
 
 import pytest
 
-from tests.support.mpi.jobs import Run
+from tests.support.mpi.jobs import Run, coordinator
 
 
 @pytest.mark.parametrize("restores", [False, True], ids=["together", "led"])
@@ -37,10 +36,8 @@ def test_who_writes_to_the_store_runs_no_code(run_ranks: Run, restores: bool) ->
     print("ran:", os.path.exists("ran"))
     jax.distributed.shutdown()  # in order: a process that finds the coordinator gone is aborted
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    job = run_ranks(2, script, COORDINATOR=address)
+    with coordinator() as address:
+        job = run_ranks(2, script, COORDINATOR=address)
     assert job.code == 0 and job.output.count("ran: False") == 2, job.output
     process = int(not restores)
     message = f"what came in the name of process {process} is no message of autopar's .* let nobody else reach"
@@ -48,9 +45,21 @@ def test_who_writes_to_the_store_runs_no_code(run_ranks: Run, restores: bool) ->
 
 
 def test_the_coordinator_of_one_machine_listens_to_that_machine(run_ranks: Run) -> None:
+    """And to a port that no other program was given meanwhile."""
     script = """
-    import jax, socket, unittest.mock
-    with unittest.mock.patch("jax.distributed.initialize", wraps=jax.distributed.initialize) as initialize:
+    import jax, os, socket, unittest.mock
+
+    def beginning(at, *args, **options):
+        address, port = at.split(":")
+        if os.environ["PMI_RANK"] == "0":
+            try:
+                socket.create_server((address, int(port))).close()
+            except OSError as error:
+                print(error)
+        return begin(at, *args, **options)
+
+    begin = jax.distributed.initialize
+    with unittest.mock.patch("jax.distributed.initialize", side_effect=beginning) as initialize:
         import autopar
     address, port = initialize.call_args.args[0].split(":")
     socket.create_connection((address, int(port)), 10).close()
@@ -61,3 +70,4 @@ def test_the_coordinator_of_one_machine_listens_to_that_machine(run_ranks: Run) 
     """
     job = run_ranks(2, script)
     assert job.code == 0 and job.output.count("refused at 127.0.0.1") == 2, job.output
+    assert "Address already in use" in job.ranks[0], job.output

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,15 @@ UNBOUND = {"AUTOPAR_BIND": "none"}
 
 #: Processes of a job are known by this variable in their environment.
 _MARK = "AUTOPAR_TEST_JOB"
+
+
+@contextlib.contextmanager
+def coordinator() -> Iterator[str]:
+    """Yields the address of a port of this machine that nobody gets but a coordinator of JAX's: gRPC may share it."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
 
 
 @dataclass(frozen=True)
