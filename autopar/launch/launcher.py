@@ -380,7 +380,8 @@ def run_job(
 
 
 def say(text: str) -> None:
-    print(f"autopar launch: {text}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"autopar launch: {text}\n")  # in one piece: ranks write there, too
+    sys.stderr.flush()
 
 
 def remove_topologies(

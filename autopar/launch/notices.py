@@ -41,7 +41,8 @@ class _ToStderr(logging.Handler):
         of_root = logging.getLogger().handlers
         writes = all(handler is self or handler in of_root for handler in LOG.handlers)
         if writes and sys.stderr is not None:
-            print(self.format(record), file=sys.stderr, flush=True)
+            sys.stderr.write(f"{self.format(record)}\n")  # in one piece: others write there, too
+            sys.stderr.flush()
         for handler in of_root:
             is_told = handler in LOG.handlers or (writes and _is_console(handler))
             if record.levelno >= handler.level and not is_told:

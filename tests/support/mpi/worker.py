@@ -31,7 +31,8 @@ def main(devices: str, folder: str, *modules: str) -> None:
             start = time.perf_counter()
             known[name]()
             if jax.process_index() == 0:
-                print(f"{name}: {time.perf_counter() - start:.1f} s", flush=True)
+                sys.stdout.write(f"{name}: {time.perf_counter() - start:.1f} s\n")  # in one piece
+                sys.stdout.flush()
 
 
 if __name__ == "__main__":
