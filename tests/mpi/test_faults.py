@@ -146,16 +146,20 @@ def test_an_exit_that_is_raised_by_hand(run_ranks: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "waiting",
-    [pytest.param("time.sleep(60)", marks=pytest.mark.long), "ranks.comm.recv(source=0, tag=77)"],
+    ("waiting", "message"),
+    [
+        pytest.param("time.sleep(60)", r"computing\)\.", marks=pytest.mark.long),
+        ("ranks.comm.recv(source=0, tag=77)", r"computing\), where it can't answer\."),
+    ],
     ids=["in Python", "in foreign code"],
 )
-def test_ctrl_c_ends_all_ranks(run_ranks: Run, waiting: str) -> None:
-    script = STEPS.replace("fault()\n", "fault()\n        if step == 5:\n            time.sleep(1); WAIT\n", 1)
-    script = script.replace("FAULT", "pass").replace("WAIT", waiting)
-    job = run_ranks(2, script, interrupt=True)
+def test_ctrl_c_ends_all_ranks(run_ranks: Run, waiting: str, message: str) -> None:
+    """Where all of them wait."""
+    script = STEPS.replace('say("fault")', 'threading.Timer(1, say, ["fault"]).start()')
+    script = script.replace("fault()\n", f"fault()\n        if step == 5:\n            {waiting}\n", 1)
+    job = run_ranks(2, script.replace("FAULT", "pass"), interrupt=True)
     check_ended(job)
-    assert re.search(r"rank \d .*was interrupted, in step 5", job.output), job.output
+    assert re.search(rf"rank \d .*was interrupted, in step 5 \({message}", job.output), job.output
 
 
 def test_ctrl_c_passes_through_the_launcher(launch: Run) -> None:

@@ -139,7 +139,7 @@ float(loss)
 
 def test_a_rank_that_reads_or_evaluates_alone_waits_and_is_named(launch: Run) -> None:
     """It isn't sent what another rank's step sends, nor the rows of another table; nor are steps of one name mixed."""
-    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "4"], ALONE)
+    job = launch(["-n", "2", "--watchdog", "3", "--max-restarts", "4"], ALONE, timeout_s=300)
     told = re.findall(r"All ranks wait for each other.*", job.output)
     assert job.code == 0 and len(told) == 4, job.output
     assert "reading rows of a in host memory" in told[0] and "asking for rows" in told[0]

@@ -209,7 +209,7 @@ def _worlds(cases: dict[str, dict[World, tuple[str, ...]]]) -> list[Any]:
 
 @pytest.mark.parametrize(("ranks", "devices", "cases"), _worlds(CASES))
 def test_ranks(ranks: int, devices: int, cases: dict[str, tuple[str, ...]], tmp_path: Path) -> None:
-    run_cases(cases, ranks, devices, tmp_path, timeout_s=600)
+    run_cases(cases, ranks, devices, tmp_path, timeout_s=1200)
 
 
 @pytest.mark.long

@@ -79,6 +79,15 @@ def _wait(seconds: float = 5e-3) -> None:
         time.sleep(1e-3)
 
 
+def _wait_for(text: str, capsys: pytest.CaptureFixture[str], seconds: float = 20) -> None:
+    """Until it is said."""
+    end_s, said = time.monotonic() + seconds, capsys.readouterr().err
+    while text not in said and time.monotonic() < end_s:
+        time.sleep(1e-3)
+        said += capsys.readouterr().err
+    assert text in said
+
+
 class Source:
     """Examples 0 to 39; while it reads number `at`, `work` is done."""
 
@@ -154,8 +163,7 @@ def test_a_second_interrupt_goes_through_in_the_body(capsys: pytest.CaptureFixtu
             _wait(1.2 * SECOND_S)
             _interrupt()
             raise AssertionError("it was to be answered")
-    _wait(0.1)  # by a thread
-    assert "cuts the loop at" in capsys.readouterr().err
+    _wait_for("cuts the loop at", capsys)  # by a thread
 
 
 @pytest.mark.parametrize("around", [iter, lambda batches: track(islice(batches, 3), console=Console(quiet=True))])
@@ -167,8 +175,7 @@ def test_a_wait_says_for_which_loop(
         for _ in around(_batches()):
             line = sys._getframe().f_lineno - 1
             _interrupt()
-            _wait(0.1)
-    assert f"SIGINT waits until the loop at {__file__}:{line} asks" in capsys.readouterr().err
+            _wait_for(f"SIGINT waits until the loop at {__file__}:{line} asks", capsys)
 
 
 @pytest.mark.parametrize("how", ["break", "error", "dropped"])

@@ -124,7 +124,7 @@ import threading, time
 import jax
 from autopar.backends.background import beside
 
-begun = threading.Event()
+begun, ends = threading.Event(), threading.Event()
 
 def slow(x):
     for _ in range(100):
@@ -134,12 +134,14 @@ def slow(x):
 def first():
     lowered = jax.jit(slow).lower(jax.ShapeDtypeStruct((9, 9), "float32"))
     begun.set()
+    ends.wait()
     lowered.compile()
     print("compiled")
 
 late = [beside("the first", first), beside("the second", lambda: print("never")), beside("more", time.sleep)]
 begun.wait()
 print("ends")
+ends.set()
 """
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -201,13 +202,16 @@ def test_a_cluster_goes_on_with_the_hosts_that_are_left(
     assert "it can't be started again: 127.0.0.2, 127.0.0.3, 127.0.0.4: no host can be reached" in err
 
 
-def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, environment: Callable[..., None]) -> None:
-    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 2\n")
+def test_a_host_that_does_not_answer_is_gone(
+    tmp_path: Path, environment: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 5\n")
     (tmp_path / "ssh").chmod(0o755)
     environment(HYDRA_LAUNCHER_EXEC=str(tmp_path / "ssh"))
-    (tmp_path / "cluster.toml").write_text('[[host]]\nname = "127.0.0.2"\n[[host]]\nname = "localhost"\n')
-    cluster = launcher.read_cluster(tmp_path / "cluster.toml")
-    left = launcher._reachable(launcher.find_mpirun(), cluster, reaching_s=0.3)
+    (tmp_path / "cluster.toml").write_text('[[host]]\nname = "localhost"\n[[host]]\nname = "127.0.0.2"\n')
+    cluster, now_s = launcher.read_cluster(tmp_path / "cluster.toml"), iter([0.0, 0.0, 59.7])
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: next(now_s)))
+    left = launcher._reachable(launcher.find_mpirun(), cluster, reaching_s=60.0)
     assert [host.name for host in left.hosts] == ["localhost"]
 
 
