@@ -144,7 +144,8 @@ def prefetch_note(planned: PlannedStep) -> str:
     """Returns a line on the rows of the next batch that ranks ask for and fetch during a step; "" if none."""
     lines = prefetches(planned) if planned.options.optimizes("prefetch") else []
     name = planned.compiled.analysed.name
-    return f"\nBatches of autopar.shard(source, step={name}): {'; '.join(lines)}." if lines else ""
+    so_far = f". So far: {planned.outcome}" if planned.outcome else ""
+    return f"\nBatches of autopar.shard(source, step={name}): {'; '.join(lines)}{so_far}." if lines else ""
 
 
 def prefetches(planned: PlannedStep) -> Sequence[str]:

@@ -122,6 +122,9 @@ class HostRunner(Runner):
         #: Steps until it is known whether it pays to fetch rows ahead; None: it is.
         self._untimed = TIMED + _UNTIMED if pays is None and exchange_.knows_lists and is_by_mpi else None
         self._seconds, self._timed_from = 0.0, (0.0, 0.0)  #: Of calls; and then of exchanges.
+        self._share: float | None = None  #: Of the timed steps that exchanges of ids and rows took.
+        #: Steps so far of which nothing, ids alone, and rows were there from beside the step before.
+        self._steps_ahead = [0, 0, 0]
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
@@ -206,8 +209,24 @@ class HostRunner(Runner):
             self._timed_from = self._seconds, self.ranks.exchanged_s
         elif not self._untimed:
             start, before = self._timed_from
-            share = (self.ranks.exchanged_s - before) / (self._seconds - start)
-            self._prefetches, self._untimed = self.ranks.least(int(share >= LEAST_SHARE)) > 0, None
+            self._share = (self.ranks.exchanged_s - before) / (self._seconds - start)
+            self._prefetches, self._untimed = self.ranks.least(int(self._share >= LEAST_SHARE)) > 0, None
+
+    @property
+    def outcome(self) -> str:
+        """Says what was done so far of steps beside the ones before them."""
+        nothing, ids, rows = self._steps_ahead
+        if self._untimed is not None:
+            return f"exchanges are timed for {self._untimed} more steps"
+        if not self._prefetches:
+            took = "" if self._share is None else f"; exchanges of ids and rows took {self._share:.0%} of steps here"
+            return f"nothing is fetched ahead{took}"
+        if self.upcoming is None and not ids + rows:
+            return "nothing is fetched ahead, as no batch is announced by shard(step=)"
+        return (
+            f"of {nothing + ids + rows} steps {rows} had rows there from beside the step before, {ids} found owners "
+            f"asked but fetched anew, and {nothing} had nothing"
+        )
 
     def _begin_next(
         self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf], *, expects: bool
@@ -227,6 +246,7 @@ class HostRunner(Runner):
         last step wrote something else to its update logs than was expected.
         """
         if self._last.ahead is None:
+            self._steps_ahead[0] += 1
             return
         (ahead, batch), self._last.ahead = self._last.ahead, None
         usable = 0
@@ -236,6 +256,7 @@ class HostRunner(Runner):
             as_expected = all(np.asarray(inputs[k]).tobytes() == x.tobytes() for k, x in ahead.entries.items())
             usable = 3 if is_same and as_expected else 2 if is_same else 1
         usable = self.ranks.least(usable)
+        self._steps_ahead[(0, 1, 1, 2)[usable]] += 1
         if usable:
             if usable > 1 and ahead.entries:
                 self._last.surprises = 0 if usable == 3 else self._last.surprises + 1

@@ -151,6 +151,12 @@ class PlannedStep:
     def runner(self) -> Runner:
         return self.way.runner(self)
 
+    @property
+    def outcome(self) -> str:
+        """Says what calls so far have shown; "" before the first one."""
+        runner: Runner | None = vars(self).get("runner")
+        return "" if runner is None else runner.outcome
+
     @functools.cached_property
     def own_runner(self) -> Runner:
         """The runner of one client's step; `runner` where there are no clients."""
@@ -201,6 +207,11 @@ class Runner(abc.ABC):
     #: The batches of the next calls, as far as `autopar.shard` has told them; None on all ranks if it tells nothing of
     #: this step.
     upcoming: Upcoming | None = None
+
+    @property
+    def outcome(self) -> str:
+        """Says what calls so far have shown, for `explain`."""
+        return ""
 
     @abc.abstractmethod
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:

@@ -147,6 +147,23 @@ def test_what_is_told() -> None:
         assert "Batches of autopar.shard" not in str(autopar.explain(step, state, next(batches(1))))
 
 
+def test_what_came_of_it_is_told() -> None:
+    """A call without shard, then six with it; the third is given an array that shard didn't announce, and so announces
+    nothing."""
+    step, state = make("adagrad", "adamw")
+    given = list(batches(8))
+    assert "So far" not in str(autopar.explain(step, state, given[0]))
+    state, _ = step(state, given[0])
+    told = "So far: nothing is fetched ahead, as no batch is announced by shard(step=)."
+    assert told in " ".join(str(autopar.explain(step, state, given[0])).split())
+    for k, batch in enumerate(autopar.shard(iter(given[1:7]), step=step)):
+        state, _ = step(state, batch | {"ids": batch["ids"] + 0} if k == 2 else batch)
+    told = (
+        "So far: of 7 steps 3 had rows there from beside the step before, 0 found owners asked but fetched anew, and 4"
+    )
+    assert told in " ".join(str(autopar.explain(step, state, given[0])).split())
+
+
 @pytest.mark.parametrize(
     ("ids_of", "told"),
     [
