@@ -133,6 +133,13 @@ def rounded_size(need: int, limit: int) -> int:
     return min(limit, -(-(need + _HOSTS_APART) // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
+def coarse_size(need: int) -> int:
+    """Rounds up to a multiple of a sixteenth of the power of two below, so that needs that are alike mostly become the
+    same."""
+    step = 1 << max(need.bit_length() - 5, 0)
+    return -(-need // step) * step
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes of a step's work with one family on N devices; static bounds, since arrays have these shapes."""

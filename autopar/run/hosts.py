@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends import global_arrays
+from autopar.backends.background import Compilation, beside
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.running_step import Ahead, OtherShapes, RunningStep
 from autopar.backends.host.segmented import SegmentedProgram
@@ -30,7 +31,7 @@ from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedTable
 from autopar.ir.strategy import is_on
-from autopar.jax_types import Leaf, Pytree, PyTreeDef
+from autopar.jax_types import Leaf, Pytree, PyTreeDef, Sharding
 from autopar.launch.notices import compiling
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
@@ -48,6 +49,8 @@ _SURPRISES = 3
 #: Steps that aren't timed, those that are, and the share of them that exchanges of ids and rows must take for that CPUs
 #: fetch ahead: what runs beside a step takes cores from it.
 _UNTIMED, TIMED, LEAST_SHARE = 8, 32, 1 / 6
+#: Calls before a program is compiled beside the steps, as many states are trained for a few only.
+_FEW_CALLS = 8
 
 
 @dataclass
@@ -104,7 +107,9 @@ class HostRunner(Runner):
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
         self._log_programs = [HostLogPrograms(e, self.ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, SegmentedProgram] = {}
-        self._last, self._is_first = _LastStep(), True
+        #: Programs that are compiled beside the steps, until one needs them.
+        self._coming: dict[ShapeBucket, Compilation[SegmentedProgram]] = {}
+        self._last, self._calls = _LastStep(), 0
 
     def _begin_ranks(self, compiled: Compiled, in_buckets: Callable[[int | None], Way]) -> None:
         """Begins this rank's exchanges, in rings and buckets as they were measured. Collective."""
@@ -136,7 +141,6 @@ class HostRunner(Runner):
 
     def _run(self, leaves: Sequence[Leaf]) -> Pytree:
         self.ranks.step = PROGRESS.last.step
-        self._try_smaller_bucket()  # before anything has changed
         self._require_memory(leaves)
         shards = self._storages(leaves)
         tables = self._stacked(shards)
@@ -144,11 +148,12 @@ class HostRunner(Runner):
         logs, lagging = self._logs(tables)
         inputs = [tables[k] if k in tables else self._arguments.place(k, leaf) for k, leaf in enumerate(own)]
         inputs += [x for log in logs for x in log.entries]
+        self._compile_beside(inputs)
         before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._unchanged.items()}
         needs = {f: self._last.needed[f] for f in self._last.routes}
-        step = RunningStep({}, dict(self._last.routes), needs, lagging=lagging, is_first=self._is_first)
+        step = RunningStep({}, dict(self._last.routes), needs, lagging=lagging, is_first=not self._calls)
         step.catch_up_some = functools.partial(_catch_up_some, logs)
-        self._is_first = False  # on all ranks, even if the step fails
+        self._calls += 1  # on all ranks, even if the step fails
         self._time_exchanges()
         known = self.upcoming if self._prefetches else None
         step.looks_ahead = known is not None
@@ -189,7 +194,7 @@ class HostRunner(Runner):
                     results = segmented.run(inputs, step)
                 break
             except OtherShapes as other:
-                segmented = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
+                segmented = self._program_for(other.needs)
             finally:
                 self._last.ahead = (following, batch) if following is not None and following.is_there else None
         self._last.segmented = segmented
@@ -297,12 +302,34 @@ class HostRunner(Runner):
 
     # --- programs ---
 
-    def _try_smaller_bucket(self) -> None:
-        """Compiles a smaller bucket if recent steps needed far fewer rows; drops it if that saves nothing."""
-        smaller = self._buckets.ran(self._last.needed) if self._last.needed else None
-        if smaller is not None and self._compiled_for(smaller).once_per_row is None:
-            self._buckets.drop(smaller)  # without such values no work depends on the bucket
-            del self._programs[smaller]
+    def _compile_beside(self, inputs: Sequence[Leaf]) -> None:
+        """Compiles what numbers of rows call for: a larger bucket if the last step came near the largest, a smaller one
+        if most steps needed far fewer. `inputs`: of the step that is to come."""
+        needed = self._last.needed
+        if not needed:
+            return
+        smaller = self._buckets.ran(needed)
+        is_near = self._calls >= _FEW_CALLS and self._buckets.is_near(needed)
+        for bucket in filter(None, (smaller, self._buckets.grow(needed) if is_near else None)):
+            committed = {k: x.sharding for k, x in enumerate(inputs) if isinstance(x, jax.Array) and x.committed}
+            compile_all = functools.partial(self._compiled, bucket, committed)
+            self._coming[bucket] = beside(f"{self._program.name} for other numbers of rows", compile_all)
+
+    def _compiled(self, bucket: ShapeBucket, committed: Mapping[int, Sharding]) -> SegmentedProgram:
+        segmented = self._segmented(bucket)
+        if not _is_useless(bucket, segmented):
+            segmented.compile(committed)
+        return segmented
+
+    def _program_for(self, needs: Rows) -> SegmentedProgram:
+        """Returns the program of the smallest bucket that fits. Drops smaller ones that save nothing."""
+        bucket = self._buckets.best(needs) or self._buckets.grow(needs)
+        segmented = self._compiled_for(bucket)
+        if not _is_useless(bucket, segmented):
+            return segmented
+        self._buckets.drop(bucket)
+        del self._programs[bucket]
+        return self._program_for(needs)
 
     @property
     def compilations(self) -> int:
@@ -315,15 +342,17 @@ class HostRunner(Runner):
         return self._last.segmented.once_per_row if self._last.segmented is not None else None
 
     def _compiled_for(self, bucket: ShapeBucket) -> SegmentedProgram:
-        segmented = self._programs.get(bucket)
-        if segmented is None:
-            plan = self._bound.with_sizes(bucket.rows)
-            program: Program = follow(self._program, plan, self._way)
-            donated = self._dense if self._donate and not self.ranks.is_joint else frozenset[int]()
+        if bucket not in self._programs:
             mark(self.ranks.step, "compiling", "compiles")
-            segmented = SegmentedProgram(program, plan, self.ranks, self._buckets, bucket, donated)
-            self._programs[bucket] = segmented
-        return segmented
+            coming = self._coming.pop(bucket, None)
+            self._programs[bucket] = (coming and coming.finish()) or self._segmented(bucket)
+        return self._programs[bucket]
+
+    def _segmented(self, bucket: ShapeBucket) -> SegmentedProgram:
+        plan = self._bound.with_sizes(bucket.rows)
+        program: Program = follow(self._program, plan, self._way)
+        donated = self._dense if self._donate and not self.ranks.is_joint else frozenset[int]()
+        return SegmentedProgram(program, plan, self.ranks, self._buckets, bucket, donated)
 
     # --- arguments ---
 
@@ -515,6 +544,11 @@ def _shape_buckets(program: Program, bound: ProgramPlan) -> ShapeBuckets:
         if space.family in least and (space.depends_on or is_fixed):
             least[space.family] = limits[space.family]
     return ShapeBuckets(least, limits)
+
+
+def _is_useless(bucket: ShapeBucket, segmented: SegmentedProgram) -> bool:
+    """Says whether a smaller bucket saves nothing: no work depends on it but for values computed once per row."""
+    return bucket.is_smaller and segmented.once_per_row is None
 
 
 def _catch_up_some(logs: Sequence[AnyLog]) -> None:

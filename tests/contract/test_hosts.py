@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import subprocess
 import sys
@@ -15,10 +16,11 @@ import pytest
 
 import autopar
 from autopar import HostTable
-from autopar.backends.host.segmented import awaited_fetches
+from autopar.backends.host.segmented import SegmentedProgram, awaited_fetches
 from autopar.ir.local import ExchangeSegment, ProgramSegment
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.planning.verify import compare_runs
+from tests.support.compilations import compilations, finish
 from tests.support.explained import explained
 from tests.support.settings import set_machine
 from tests.zoo import MODELS, OPTIMIZERS
@@ -203,3 +205,63 @@ def test_strategies() -> None:
     ):
         with pytest.raises(autopar.StrategyError, match=told):
             autopar.parallelize(update, strategy=strategy)(*state, batch_of(0))
+
+
+@pytest.mark.parametrize("optimizer", [optax.adagrad(0.1), optax.adamw(1e-2)], ids=["adagrad", "adamw"])
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_rows_that_grow_are_compiled_for_beside_the_steps(
+    optimizer: optax.GradientTransformation, is_committed: bool
+) -> None:
+    """No step after the first few compiles anything, and the numbers are plain JAX's."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            return jnp.mean(jnp.tanh(p["emb"][ids] @ p["w"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state[0])
+        updates, opt = optimizer.update(grads, state[1], state[0])
+        return (optax.apply_updates(state[0], updates), opt), value
+
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True):
+        params = jax.tree.map(jnp.asarray, {"emb": rng.normal(size=(4000, 4)), "w": rng.normal(size=(4, 4))})
+        wanted = params, optimizer.init(params)
+        mine = jax.tree.map(jnp.copy, wanted)
+        if is_committed:
+            mine = jax.device_put(mine, jax.devices()[0])
+        planned, plain = autopar.parallelize(step, strategy={"0/emb": HOSTS}), jax.jit(step)
+        later = 0
+        for k in range(120):
+            ids = rng.integers(0, 200 + 10 * k, 1024).astype(np.int32)
+            with compilations() as made:
+                mine, value = planned(mine, jax.device_put(ids, jax.devices()[0]) if is_committed else ids)
+            wanted, expected = plain(wanted, ids)
+            np.testing.assert_allclose(value, expected, rtol=1e-11)
+            assert k < 12 or not made.here, k
+            later += k >= 12 and made.beside
+        assert planned.latest is not None and planned.latest.runner.compilations >= 4 and later
+        for a, b in zip(jax.tree.leaves(mine[0]), jax.tree.leaves(wanted[0]), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=1e-9, atol=1e-12)
+
+
+def test_rows_that_grow_and_cannot_be_compiled_for_beside(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told, and the step that needs the program compiles it."""
+
+    def fails(self: SegmentedProgram, committed: Any) -> None:
+        raise MemoryError("no room for a program")
+
+    monkeypatch.setattr(SegmentedProgram, "compile", fails)
+    planned, plain = autopar.parallelize(update, strategy={"params/emb": HOSTS}), jax.jit(update)
+    mine, wanted = make_state(jax.random.key(0)), make_state(jax.random.key(0))
+    with caplog.at_level(logging.WARNING, "autopar"):
+        for k in range(30):
+            batch = batch_of(k, 100 + 15 * k, size=64)
+            *mine, value = planned(*mine, batch)
+            *wanted, expected = plain(*wanted, batch)
+            finish()
+            np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert planned.latest is not None and planned.latest.runner.compilations > 2
+    assert "update for other numbers of rows couldn't be compiled beside the steps" in caplog.text
+    assert "MemoryError: no room for a program" in caplog.text

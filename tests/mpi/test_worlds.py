@@ -57,6 +57,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_init_without_memory_for_a_whole_table",
             "check_nonfinite",
             "check_growth",
+            "check_growth_beside",
             "check_once_per_row",
             "check_bytes_of_stacked_tables",
             "check_as_many_tables_as_categories",
@@ -70,6 +71,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_sum_over_examples_times_rows",
         ),
         (2, 2): (
+            "check_growth_beside",
             "check_batches_that_devices_do_not_divide",
             "check_models_in_which_examples_meet",
         ),

@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,8 @@ from autopar.backends.global_arrays import is_global, jit_on
 from autopar.backends.gloo import uses_gloo
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.ir.local import Side
-from autopar.jax_types import Array, Leaf, Pytree
+from autopar.ir.program import ArrayType
+from autopar.jax_types import Array, Device, Leaf, Pytree, Sharding
 from autopar.launch.progress import mark
 from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread
 from autopar.mpi.buffers import Buffers
@@ -47,6 +48,29 @@ _NAME = 24
 @functools.partial(jax.jit, static_argnums=3, donate_argnums=0)
 def _with_rows(array: jax.Array, at: Array, rows: Array, axis: int) -> jax.Array:
     return array.at[(slice(None),) * axis + (at,)].set(rows, mode="drop")
+
+
+class Lowerable(Protocol):
+    """A function that `jax.jit` has made, or one like it. Compiling what `lower` returns serves later calls."""
+
+    def __call__(self, *operands: Leaf) -> Sequence[Array]: ...
+
+    def lower(self, *operands: Leaf) -> Any: ...
+
+
+class _OnHost:
+    """A program that runs on the host of an accelerator."""
+
+    def __init__(self, program: Lowerable, host: Device) -> None:
+        self._program, self._host = program, host
+
+    def __call__(self, *operands: Leaf) -> Sequence[Array]:
+        with jax.default_device(self._host):
+            return self._program(*operands)
+
+    def lower(self, *operands: Leaf) -> Any:
+        with jax.default_device(self._host):
+            return self._program.lower(*operands)
 
 
 class Ranks:
@@ -84,7 +108,7 @@ class Ranks:
         self.host = None if self.own_devices[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self.buffers = Buffers()
         #: Compiled programs, by what they compute and where their operands and results are.
-        self.programs: dict[Hashable, Callable[..., Sequence[Array]]] = {}
+        self.programs: dict[Hashable, Lowerable] = {}
         self._thread = ThreadPoolExecutor(1, "autopar-reductions")
         self.step = -1
         self.exchanged_s = 0.0
@@ -170,8 +194,9 @@ class Ranks:
         donated: Sequence[int],
         given: Sequence[Placement] = (),
         returned: Sequence[Placement] = (),
-    ) -> Callable[..., Sequence[Array]]:
-        """Compiles a program of one side; `given`, `returned`: placements of a device's operands and results."""
+    ) -> Lowerable:
+        """Returns a program of one side, which is compiled by its first call; `given`, `returned`: placements of a
+        device's operands and results."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
 
@@ -189,11 +214,7 @@ class Ranks:
             return jit_on(self.mesh, lambda *xs: tuple(run(*xs)), **options)
         program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
 
-        def on_host(*operands: Array) -> Sequence[Array]:
-            with jax.default_device(self.host):
-                return program(*operands)
-
-        return program if self.host is None else on_host
+        return program if self.host is None else _OnHost(program, self.host)
 
     def sharding(self, placement: Placement) -> NamedSharding:
         if placement is None:
@@ -201,6 +222,21 @@ class Ranks:
         return NamedSharding(self.mesh, P(*[None] * max(placement, 0), ("ranks", "local")))
 
     # --- values ---
+
+    def operand(
+        self, part: ArrayType, placement: Placement, sharding: Sharding | None, side: Side
+    ) -> jax.ShapeDtypeStruct:
+        """Returns the type of a program's operand, as `for_device` and `for_owner` make it, to compile ahead of a call.
+
+        `part`: the type of a device's own part. `sharding`: of a value that is committed to devices; None: of others.
+        """
+        shape = part.shape
+        if side == "device" and not self.is_single:
+            shape = self._joined((1, *shape) if placement == EACH else shape, placement)
+            sharding = sharding or self.sharding(placement)
+        elif side == "owner" and (self.host is not None or not self.is_single):
+            sharding = None  # it is an array of NumPy
+        return jax.ShapeDtypeStruct(shape, part.dtype, weak_type=part.weak_type, sharding=sharding)
 
     def for_device(self, value: Leaf, placement: Placement) -> Leaf:
         """Converts a value that this process has whole to an operand of a device program."""
@@ -219,12 +255,16 @@ class Ranks:
     def array_of(self, parts: Sequence[Leaf], placement: Placement) -> jax.Array:
         if self.is_single:
             return parts[0]
-        shape = parts[0].shape
-        if placement is not None:
-            axis = max(placement, 0)
-            shape = (*shape[:axis], self.mesh.size * shape[axis], *shape[axis + 1 :])
+        shape = self._joined(parts[0].shape, placement)
         placed = [jax.device_put(x, d) for x, d in zip(parts, self.own_devices, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding(placement), placed)
+
+    def _joined(self, part: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+        """Returns the shape of an array with equal parts on all devices."""
+        if placement is None:
+            return part
+        axis = max(placement, 0)
+        return (*part[:axis], self.mesh.size * part[axis], *part[axis + 1 :])
 
     def send(self, value: np.ndarray) -> list[jax.Array]:
         """Begins to copy an array to each of the own devices."""

@@ -13,6 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from autopar.analysis.prefix import Expected, LogAhead, Prefix, first_program, p
 from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
 from autopar.backends.host.other_rows import OtherRows
-from autopar.backends.host.ranks import EACH, Placement, Ranks
+from autopar.backends.host.ranks import EACH, Lowerable, Placement, Ranks
 from autopar.backends.host.running_step import Ahead, HostRoute, OtherShapes, RunningStep
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
@@ -31,16 +32,27 @@ from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Spread
+from autopar.ir.local import BagSet, ExchangeSegment, ProgramSegment, Side, Spread
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.program_plan import ProgramPlan
-from autopar.jax_types import Array, Dtype, Index, Leaf
+from autopar.jax_types import Dtype, Index, Leaf, Sharding
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, RequestedPart, Rounds, distinct_rows, number_dtype
 
 _Action = Callable[[RunningStep], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A program that a step calls."""
+
+    program: Lowerable
+    side: Side
+    inputs: tuple[Var, ...]
+    given: tuple[Placement, ...]
+    outputs: tuple[Atom, ...]
 
 
 class SegmentedProgram:
@@ -83,6 +95,7 @@ class SegmentedProgram:
         self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
+        self._called: list[_Called] = []
         self._ids = self._ids_by_device(items)
         self._placements = self._placed(program, items)
         self._awaited = awaited_fetches(items)
@@ -188,7 +201,7 @@ class SegmentedProgram:
         block = dataclasses.replace(block, outputs=tuple(outputs))
         given, returned = ([self._placements.get(v, EACH) for v in of] for of in (names, outputs))
 
-        def compiled_now() -> Callable[..., Sequence[Array]]:
+        def compiled_now() -> Lowerable:
             run = emit(block, host_backends(self._bound, view), view)
             return self._ranks.compile(run, segment.side, sorted(new), given, returned)
 
@@ -197,6 +210,7 @@ class SegmentedProgram:
             compiled = self._ranks.programs.get(key) or self._ranks.programs.setdefault(key, compiled_now())
         except TypeError:  # a parameter can't be hashed
             compiled = compiled_now()
+        self._called.append(_Called(compiled, segment.side, names, tuple(given), tuple(outputs)))
 
         def read(step: RunningStep, var: Var, placement: Placement) -> Leaf:
             if owner:
@@ -210,6 +224,26 @@ class SegmentedProgram:
                 values[var] = value
 
         return act
+
+    def compile(self, committed: Mapping[int, Sharding]) -> None:
+        """Compiles all programs ahead of the step that calls them. `committed`: the shardings of those of a step's
+        inputs that are committed to devices."""
+        at: dict[Atom, Sharding] = {self._inputs[k]: sharding for k, sharding in committed.items()}
+        for called in self._called:
+            given = [(v, self._operand(called, v, k, at.get(v))) for k, v in enumerate(called.inputs)]
+            compiled = called.program.lower(*(operand for _, operand in given)).compile()
+            if any(v in at for v, _ in given) if self._ranks.is_single else called.side == "device":
+                at.update(zip(called.outputs, jax.tree.leaves(compiled.output_shardings), strict=False))
+
+    def _operand(self, called: _Called, var: Var, k: int, sharding: Sharding | None) -> Leaf:
+        def typed(type_: ArrayType) -> Leaf:
+            return self._ranks.operand(type_, called.given[k], sharding, called.side)
+
+        if isinstance(var.type, RouteType):
+            rows, requested = self._bucket.rows[var.type.family]
+            return RouteView(*(typed(ArrayType((n,), np.dtype(np.int32))) for n in (rows, 1, requested)))
+        assert isinstance(var.type, ArrayType), "programs are given arrays"
+        return typed(var.type)
 
     # --- the next step's prefix, beside this step ---
 

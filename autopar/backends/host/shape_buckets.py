@@ -1,10 +1,11 @@
 """Shape buckets: the row counts that programs are compiled for, and the choice of a step's program.
 
 A program is compiled for two numbers: of rows that this rank asks for, and of rows that it is asked for. Batches that
-don't fit get a larger bucket (`ir.figures.bucket_size`). Values computed once per distinct row are computed for all
-rows of the bucket: once most steps have needed far fewer rows, smaller programs are made as well, and each step runs
-the smallest one that it fits. All of it follows from the batches alone: a repeated run compiles the same programs at
-the same steps.
+don't fit get a larger bucket (`ir.figures.bucket_size`). It is made ahead, to be compiled beside the steps, once a step
+has used half of a headroom (`is_near`); ranks that grow at different steps mostly get the same one, so that one of them
+compiles it. Values computed once per distinct row are computed for all rows of the bucket: once most steps have needed
+far fewer rows, smaller programs are made as well, and each step runs the smallest one that it fits. All of it follows
+from the batches alone: a repeated run compiles the same programs, and runs them at the same steps.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.figures import bucket_size, rounded_size
+from autopar.ir.figures import bucket_size, coarse_size, rounded_size
 
 #: Family -> (rows of this owner, rows that this rank asks for).
 Rows = Mapping[int, tuple[int, int]]
 
-#: Number of latest steps that decide on a smaller bucket, and of steps between two new buckets.
+#: Number of latest steps that decide on a smaller bucket, of steps between two of these, and of those that pass while
+#: it is compiled: no clock decides which programs a training runs.
 _WATCHED = 64
 #: Steps between two checks whether a smaller bucket would do.
 _LOOKS = 2
 #: A smaller bucket must leave out at least this share of the rows computed over the watched steps.
 _GAIN = 1 / 32
+#: The share of a headroom that a step uses for that a larger bucket is made ahead of need, and the share from which on
+#: rows grow along with others.
+_NEAR, _ALONG = 1 / 2, 1 / 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,6 +35,7 @@ class ShapeBucket:
     """The row counts that one program is compiled for."""
 
     rows: Rows
+    is_smaller: bool = False  #: Made for many steps that fit a larger one.
 
     @property
     def requested(self) -> int:
@@ -51,6 +57,8 @@ class ShapeBuckets:
         self._varied = [family for family in first if first[family] != limits[family]]
         #: Sorted by the rows that may be asked for; the last one is the largest for each family.
         self._buckets: list[ShapeBucket] = [ShapeBucket(first)]
+        self._made_for: dict[int, tuple[int, int]] = {}  #: What the largest one has headroom over, once it has grown.
+        self._coming: dict[ShapeBucket, int] = {}  #: Smaller buckets -> steps until one may run in them.
         self._grown = -1
         self._looks = 0
         self._watched: list[Rows] = []
@@ -61,22 +69,42 @@ class ShapeBuckets:
 
     def best(self, needs: Rows) -> ShapeBucket | None:
         """Returns the smallest bucket that fits, if any."""
-        return next((bucket for bucket in self._buckets if bucket.fits(needs)), None)
+        return next((b for b in self._buckets if b not in self._coming and b.fits(needs)), None)
+
+    def is_near(self, needs: Rows) -> bool:
+        """Says whether a step with these needs has used half of a headroom of the largest bucket."""
+        return any(self._used(family, needs[family]) > _NEAR for family in self._made_for if family in needs)
 
     def grow(self, needs: Rows) -> ShapeBucket:
-        """Adds a larger bucket, which fits."""
+        """Adds a larger bucket, which fits.
+
+        What has grown before grows from its old size, by few steps: other ranks, whose needs are nearly the same, then
+        have the same one, and one of them compiles it.
+        """
         self._grown += 1
         rows = dict(self._buckets[-1].rows)
-        for family, needed in needs.items():
-            pairs = zip(needed, rows[family], self._limits[family], strict=True)
-            n, m = (max(old, bucket_size(need, limit, self._grown)) for need, old, limit in pairs)
-            rows[family] = n, m
+        for family in self._varied:
+            if family in needs and (family not in self._made_for or self._used(family, needs[family]) > _ALONG):
+                (n, m), largest, limits = needs[family], rows[family], self._limits[family]
+                if family in self._made_for:
+                    n, m = (coarse_size(max(pair)) for pair in zip((n, m), largest, strict=True))
+                self._made_for[family] = n, m
+                n, m = (bucket_size(need, limit, self._grown) for need, limit in zip((n, m), limits, strict=True))
+                rows[family] = max(n, largest[0]), max(m, largest[1])
         self._add(ShapeBucket(rows))
         self._watched.clear()
         return self._buckets[-1]
 
+    def _used(self, family: int, needed: tuple[int, int]) -> float:
+        """Returns the share of the largest bucket's headroom that a step has used, of its numbers of rows the larger
+        one."""
+        numbers = needed, self._made_for[family], self._buckets[-1].rows[family], self._limits[family]
+        of = zip(*numbers, strict=True)
+        return max((need - base) / (size - base) if size < limit else 0.0 for need, base, size, limit in of)
+
     def ran(self, needs: Rows) -> ShapeBucket | None:
-        """Counts a step with these needs; returns a smaller bucket if one was made for it."""
+        """Counts a step with these needs; returns a smaller bucket if one was made, for steps to come."""
+        self._coming = {bucket: left - 1 for bucket, left in self._coming.items() if left > 1}
         if self._looks == _LOOKS:
             return None
         self._watched.append(needs)
@@ -90,6 +118,7 @@ class ShapeBuckets:
     def drop(self, bucket: ShapeBucket) -> None:
         """Drops a smaller bucket, which saves nothing; no other one will be made."""
         self._buckets.remove(bucket)
+        self._coming.pop(bucket, None)
         self._looks = _LOOKS
 
     def _smaller(self) -> ShapeBucket | None:
@@ -105,6 +134,7 @@ class ShapeBuckets:
         if saved < _GAIN * before:
             return None
         self._add(bucket)
+        self._coming[bucket] = _WATCHED
         return bucket
 
     def _taken(self, needs: Rows) -> int:
@@ -120,7 +150,7 @@ class ShapeBuckets:
             n, most = rows[family]
             requested = max(needs[family][1] for needs in steps)
             rows[family] = n, min(most, rounded_size(requested, self._limits[family][1]))
-        return ShapeBucket(rows)
+        return ShapeBucket(rows, is_smaller=True)
 
     def _add(self, bucket: ShapeBucket) -> None:
         self._buckets = sorted([*self._buckets, bucket], key=lambda r: r.requested)

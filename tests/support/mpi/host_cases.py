@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from autopar.planning.verify import compare_runs
 from autopar.tables.host import HostTable
 from tests.support import entry_steps as by_rows
 from tests.support import host_reads, many_tables, stacked_tables
+from tests.support.compilations import compilations
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
@@ -377,6 +379,45 @@ def check_growth() -> None:
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     assert exchange().size == RANKS
+
+
+def check_growth_beside() -> None:
+    """Rows that grow a little from step to step, on some ranks before others: no step after the first few compiles."""
+    for do_meet in (False, True):
+        _check_growth_beside(do_meet)
+
+
+def _check_growth_beside(do_meet: bool) -> None:
+    """`do_meet`: the devices of all ranks run each program together, as examples meet in it."""
+
+    def step(state: Any, ids: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            x = jnp.tanh(p["emb"][ids] @ p["w"])
+            return jnp.mean((x - x.mean(0) if do_meet else x) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    rng = np.random.default_rng(0)
+    wanted = {"emb": jnp.asarray(rng.normal(size=(4000, 4)), np.float32), "w": jnp.eye(4)}
+    make = functools.partial(jax.tree.map, jnp.copy, wanted)
+    planned, plain = autopar.parallelize(step, strategy={"emb": HOSTS}), jax.jit(step)
+    ids = np.zeros((RANKS, 256 * DEVICES), np.int32)
+    mine = autopar.init(make, step=planned, batch=ids.ravel())
+    beside = 0
+    for k in range(60):
+        ids = np.stack([rng.integers(0, 200 + (10 + r) * k, ids.shape[1]) for r in range(RANKS)]).astype(np.int32)
+        with compilations() as made:
+            mine, value = planned(mine, ids.ravel())
+        wanted, expected = plain(wanted, ids.ravel())
+        np.testing.assert_allclose(float(value), float(expected), rtol=1e-4)
+        assert k < 12 or not made.here, (k, do_meet)
+        beside += made.beside
+    assert planned.latest is not None and planned.plan is not None
+    assert beside and planned.latest.runner.compilations >= 3
+    assert RANKS == 1 or planned.plan.reduction_backend == ("psum" if do_meet else "mpi")
+    for name, leaf in mine.items():
+        np.testing.assert_allclose(np.asarray(leaf), np.asarray(wanted[name]), rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def check_once_per_row() -> None:

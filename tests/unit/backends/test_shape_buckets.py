@@ -48,12 +48,39 @@ def test_random_batches_seldom_outgrow_the_bucket_of_the_first_one(ids: int) -> 
     assert outgrown <= 2
 
 
+def test_a_larger_bucket_is_made_ahead_and_ranks_have_the_same() -> None:
+    """Ranks whose rows grow alike come near their size at different steps."""
+    found = []
+    for seed in range(4):
+        made, rng = ShapeBuckets({0: (2, 1)}, {0: (50_000, 20_000)}), np.random.default_rng(seed)
+        rows, ahead = [made.grow({0: (5_000, 4_000)}).rows], 0  # as they agreed on
+        for k in range(2_000):
+            step = {0: (5_000 + k + int(rng.normal(scale=30)), 4_000 + k + int(rng.normal(scale=20)))}
+            assert made.best(step) is not None, "no step waits"
+            if made.is_near(step):
+                rows.append(made.grow(step).rows)
+                assert not made.is_near(step)
+                ahead += 1
+        found.append(rows)
+        assert 1 <= ahead <= 4
+    assert all(rows == found[0] for rows in found)
+
+
+def test_rows_that_do_not_grow_keep_their_size() -> None:
+    """Where others grow; and what has its limit is never near it."""
+    made = ShapeBuckets({0: (2, 1), 1: (2, 1), 2: (2, 1)}, {0: (9_999, 9_999), 1: (9_999, 9_999), 2: (50, 40)})
+    first = made.grow({0: (500, 400), 1: (2_000, 1_000), 2: (49, 39)})
+    assert not made.is_near({0: (500, 400), 1: (2_000, 1_000), 2: (50, 40)}) and first.rows[2] == (50, 40)
+    grown = made.grow({0: (500, 900), 1: (2_010, 990), 2: (50, 40)})
+    assert grown.rows[0][1] > 900 and grown.rows[1] == first.rows[1]
+
+
 def test_bucket_that_was_outgrown_is_kept() -> None:
     made = buckets()
     small = made.grow(needs(100))
     large = made.grow(needs(300, 200))
     assert large.fits(needs(300, 300)), "no size becomes smaller"
-    assert made.best(needs(90)) is small and made.best(needs(250)) is large and made.best(needs(90, 350)) is None
+    assert made.best(needs(90)) is small and made.best(needs(250)) is large and made.best(needs(90, 450)) is None
 
 
 def test_smaller_buckets_are_made_where_most_steps_need_far_fewer_rows() -> None:
@@ -63,7 +90,7 @@ def test_smaller_buckets_are_made_where_most_steps_need_far_fewer_rows() -> None
     requested = rng.integers(150, 200, 10 * _WATCHED)
     for k, n in enumerate(requested):
         bucket = made.best(needs(int(n)))
-        assert bucket is not None and (bucket is largest) == (k < _WATCHED or n > max(requested[:_WATCHED])), k
+        assert bucket is not None and (bucket is largest) == (k < 2 * _WATCHED or n > max(requested[:_WATCHED])), k
         made.ran(needs(int(n)))
     smaller = {made.best(needs(int(n))) for n in range(150, 200)}
     assert 1 < len(smaller) <= 1 + _LOOKS
@@ -76,7 +103,10 @@ def test_what_is_not_known_ahead_has_its_limit_in_every_bucket() -> None:
     made.grow({0: (50, 40), 2: (50, 40)})
     for _ in range(_WATCHED):
         smaller = made.ran({0: (40, 20), 1: (9, 5), 2: (40, 30)})
-    assert smaller is not None and made.best({0: (40, 20), 2: (40, 30)}) is smaller
+    assert smaller is not None and made.best({0: (40, 20), 2: (40, 30)}) is not smaller, "it is compiled first"
+    for _ in range(_WATCHED):
+        made.ran({0: (40, 20), 1: (9, 5), 2: (40, 30)})
+    assert made.best({0: (40, 20), 2: (40, 30)}) is smaller
     assert smaller.rows[1] == (100, 50) and smaller.rows[0][1] < 40 and smaller.fits({1: (100, 50)})
 
 
@@ -122,7 +152,7 @@ def test_a_step_changes_buckets_and_computes_the_same(monkeypatch: pytest.Monkey
         mine, wanted = jax.tree.map(jnp.copy, state), state
         plain = jax.jit(step)
         used = []
-        for k in range(3 * _WATCHED):
+        for k in range(4 * _WATCHED):
             ids = rng.permutation(256) % (250 if k == 0 else 60 + 30 * (k % 2))
             mine, told = planned(mine, ids)
             wanted, value = plain(wanted, ids)
