@@ -25,7 +25,7 @@ BENCHMARKS = {
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
     "memories": ("memories", "gpt", "accelerator"),
-    "ablation": ("ablation",),
+    "ablation": ("ablation", "table4"),
     "scaling": ("scaling",),
     "soak": ("soak",),
 }

@@ -1,7 +1,7 @@
 """Table 4 of the Parallax paper: a language model and a translator, optimisations switched on one after the other.
 
-Hosts are network namespaces that share this machine's cores, joined at a given rate, with two ranks each; without
-namespaces all ranks are on one host. All levels see the same batches, from the same state, and take turns.
+Hosts are network namespaces that share this machine's cores, joined at a given rate, with one or two ranks each;
+without namespaces all ranks are on one host. All levels see the same batches, from the same state, and take turns.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.network import ENVIRONMENT, CannotMake, hosts, sent_by_interface
-from benchmarks.ranks import RANK, ROOT, SIZE, serve, started
+from benchmarks.ranks import RANK, ROOT, serve, started
 
-HOSTS, EACH = 2, 2
+#: Hosts, and ranks of each.
+Shape = tuple[int, int]
 #: Of `optimize=`, one after the other; `LEVELS` names what is on.
 ORDER = ("hybrid", "local", "owner", "border", "prefetch", "once")
 LEVELS = ("BASE", "+HYB", "+LA", "+OPAU", "+OPSW", "+prefetch", "+once")
 #: Throughput over BASE's in the paper, as far as it goes.
 PAPER = {"LM": (1.0, 1.11, 2.49, 2.56, 2.73), "NMT": (1.0, 1.34, 2.16, 2.16, 2.20)}
+#: First steps, and those after them by which ranks decide whether it pays to fetch ahead: fewer than in a training.
+_UNTIMED, _TIMED = 3, 8
 #: Losses of levels may differ by this much of themselves.
 AGREEMENT = 1e-3
 
@@ -132,17 +135,31 @@ def _planned(name: str, level: int) -> tuple[Any, Callable[[], Any], Task]:
     return autopar.parallelize(step, **options), make, task
 
 
-def ablation(rate: str = "100mbit", steps: int = 5, turns: int = 2) -> None:
-    """Words a second, bytes that leave a host, and throughput over BASE's beside the paper's and the predicted one."""
+def ablation() -> None:
+    """Two hosts with two ranks each, at 100 Mbit/s."""
+    _compare((2, 2), "100mbit")
+
+
+def table4() -> None:
+    """Four hosts with one rank each, and with two, at 10, 1 and 0.1 Gbit/s."""
+    for each in (1, 2):
+        for rate in ("10gbit", "1gbit", "100mbit"):
+            _compare((4, each), rate)
+
+
+def _compare(shape: Shape, rate: str, steps: int = 5, turns: int = 3) -> None:
+    """Prints words a second, bytes that leave a host, and throughput over BASE's beside the paper's and the predicted
+    one."""
+    count, each = shape
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         options: Any = {"environment": {"XDG_CACHE_HOME": folder}}
         where = "on one host (no namespaces here)"
         with contextlib.suppress(CannotMake):
-            made = stack.enter_context(hosts(HOSTS, Path(folder), EACH, rate))
+            made = stack.enter_context(hosts(count, Path(folder), each, rate))
             options = {"wrapper": made.wrapper, "environment": {**ENVIRONMENT, **options["environment"]}}
-            where = f"on {HOSTS} hosts at {rate}/s"
+            where = f"on {count} hosts at {rate}/s"
         for name in TASKS:
-            with started("ablation", HOSTS * EACH, "benchmarks.ablation", **options) as ranks:
+            with started("ablation", count * each, "benchmarks.ablation", str(each), **options) as ranks:
                 (words, *_) = ranks("prepare", name=name)
                 found: list[list[float]] = [[] for _ in LEVELS]
                 sent, losses = [0] * len(LEVELS), np.zeros((len(LEVELS), turns * steps))
@@ -150,16 +167,16 @@ def ablation(rate: str = "100mbit", steps: int = 5, turns: int = 2) -> None:
                     for level in range(len(LEVELS)):
                         answers = ranks("turn", level=level, count=steps)
                         found[level].append(max(seconds for seconds, *_ in answers) / steps)
-                        sent[level] += sum(n for _, n, _ in answers[::EACH])
+                        sent[level] += sum(n for _, n, _ in answers[::each])
                         losses[level, turn * steps :][:steps] = answers[0][2]
             seconds = [statistics.median(each) for each in found]
-            expected = predicted(name, rate)
-            print(f"{name}, {HOSTS * EACH} ranks {where}, {words:,} words a step, {turns} turns of {steps} steps:")
+            expected = predicted(name, shape, rate)
+            print(f"{name}, {count * each} ranks {where}, {words:,} words a step, {turns} turns of {steps} steps:")
             for level, label in enumerate(LEVELS):
                 paper = f"{PAPER[name][level]:.2f}" if level < len(PAPER[name]) else "-"
                 print(
                     f"  {label:10s} {words / seconds[level]:8.0f} words/s  {1e3 * seconds[level]:6.0f} ms  "
-                    f"{sent[level] / HOSTS / turns / steps / 1e6:6.2f} MB a host  over BASE "
+                    f"{sent[level] / count / turns / steps / 1e6:6.2f} MB a host  over BASE "
                     f"{seconds[0] / seconds[level]:.2f} (paper {paper}, predicted {expected[0] / expected[level]:.2f})",
                     flush=True,
                 )
@@ -169,20 +186,21 @@ def ablation(rate: str = "100mbit", steps: int = 5, turns: int = 2) -> None:
                 raise SystemExit("the levels don't compute the same")
 
 
-def predicted(name: str, rate: str) -> list[float]:
+def predicted(name: str, shape: Shape, rate: str) -> list[float]:
     """Returns `simulate`'s seconds of each level, by figures of this machine, whose ranks share it."""
     import jax
 
     import autopar
     from autopar.ir.cluster import Link
 
-    here, count = autopar.Cluster.detect(), HOSTS * EACH
+    here, (machines, each) = autopar.Cluster.detect(), shape
+    count = machines * each
     device = dataclasses.replace(
         here.device, flops_s=here.device.flops_s / count, memory_bytes_s=here.device.memory_bytes_s / count
     )
-    between = Link(1e-4, float(rate.removesuffix("mbit")) * 1e6 / 8)
-    figures: Any = {"device": device, "between": between, "host_bytes_s": here.host_bytes_s / HOSTS, "measured": {}}
-    cluster = dataclasses.replace(here, machines=HOSTS, devices=EACH, **figures)
+    between = Link(1e-4, _bits_s(rate) / 8)
+    figures: Any = {"device": device, "between": between, "host_bytes_s": here.host_bytes_s / machines, "measured": {}}
+    cluster = dataclasses.replace(here, machines=machines, devices=each, **figures)
     times = []
     for level in range(len(LEVELS)):
         step, make, task = _planned(name, level)
@@ -192,8 +210,16 @@ def predicted(name: str, rate: str) -> list[float]:
     return times
 
 
+def _bits_s(rate: str) -> float:
+    """Reads a rate as `tc` has it."""
+    return float(rate[:-4]) * {"gbit": 1e9, "mbit": 1e6}[rate[-4:]]
+
+
 class _Rank:
-    """The steps of one rank."""
+    """The steps of one rank. `each`: ranks of a host."""
+
+    def __init__(self, each: int) -> None:
+        self._each = each
 
     def prepare(self, name: str) -> int:
         """Makes and compiles all levels; returns the words of a batch."""
@@ -201,9 +227,11 @@ class _Rank:
 
         # isort: split
         from autopar.mpi import machines
+        from autopar.run import hosts as runner
 
+        runner._UNTIMED, runner.TIMED = _UNTIMED, _TIMED
         if sent_by_interface() is not None:  # namespaces are one machine to the system
-            machines.machine_name = lambda: f"host {RANK // EACH}"
+            machines.machine_name = lambda: f"host {RANK // self._each}"
         self.states: list[Any] = []
         self.steps: list[Any] = []
         self.batches: list[Iterator[Any]] = []
@@ -215,7 +243,7 @@ class _Rank:
             self.states.append(autopar.init(make, step=step, batch=task.batch(0)))
             source = map(task.batch, range(10**6))
             self.batches.append(iter(autopar.shard(source, step=step, batch_axis=task.batch_axis)))
-            self.turn(level, 3)
+            self.turn(level, 1 + _UNTIMED + _TIMED)
         return words
 
     def turn(self, level: int, count: int) -> tuple[float, int, list[float]]:
@@ -232,10 +260,9 @@ class _Rank:
         return time.perf_counter() - start, (sent_by_interface() or 0) - before, losses
 
 
-def main(address: str) -> None:
+def main(address: str, each: str) -> None:
     """Runs one rank."""
-    assert SIZE == HOSTS * EACH, "as many as `ablation` starts"
-    rank = _Rank()
+    rank = _Rank(int(each))
     serve(address, RANK, {"prepare": rank.prepare, "turn": rank.turn})
 
 
