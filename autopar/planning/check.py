@@ -19,6 +19,7 @@ import collections
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -267,49 +268,54 @@ def _compare_iterations(
     once = ([replace(c, times=1) for c in each if not c.times] for each in (collectives, written))
     compiled, bound = (_Unexplained.of(each, devices) for each in once)
     rows = []
-    for op in dict.fromkeys(op for op, _, _ in bound.arrays):
-        taken = [compiled.take(op, nbytes) for each, nbytes, _ in bound.arrays if each == op]
+    for op in dict.fromkeys(array.op for array in bound.arrays):
+        taken = [compiled.take(op, array.nbytes) for array in bound.arrays if array.op == op]
         sent, counts = map(sum, zip(*taken, strict=True))
         rows.append(CheckRow(op, "each turn of a while loop", bound.take_all(op)[0], sent, counts, at_most=True))
     return rows
 
 
+class _SentArray(NamedTuple):
+    op: str  #: The collective; "any" for flags.
+    nbytes: int
+    sent: int  #: Bytes that a device sends.
+
+
 @dataclass(slots=True)
 class _Unexplained:
-    """The arrays of a program's collectives that no row of the check explains yet."""
+    """The arrays of a program's collectives that no row of the check explains yet, in the program's order. Rows take
+    theirs in the order of `compare_collectives`: those of known sizes first, then what is left."""
 
-    #: (collective, bytes of the array, bytes that a device sends), in the program's order; rows take theirs in the
-    #: order of `compare_collectives`, from those of known sizes to the rest. Flags are of the collective "any".
-    arrays: list[tuple[str, int, int]]
+    arrays: list[_SentArray]
 
     @staticmethod
     def of(collectives: Sequence[Collective], devices: int) -> _Unexplained:
-        arrays = []
+        arrays: list[_SentArray] = []
         for c in collectives:
             for array in c.arrays:
                 one = Collective(c.op, (array,), 1)
                 op = "any" if array[0] == "pred" else c.op
-                arrays += [(op, one.nbytes, one.sent(devices))] * c.times
+                arrays += [_SentArray(op, one.nbytes, one.sent(devices))] * c.times
         return _Unexplained(arrays)
 
     def take(self, op: str, nbytes: int) -> tuple[int, int]:
         """Takes one array of this size; returns the bytes that a device sends for it, and 1; zeros if there is none."""
-        taken = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
+        taken = next((array for array in self.arrays if (array.op, array.nbytes) == (op, nbytes)), None)
         if taken is None:
             return 0, 0
         self.arrays.remove(taken)
-        return taken[2], 1
+        return taken.sent, 1
 
     def take_all(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
         """Takes a collective's arrays, of all sizes or of some; returns the bytes that a device sends, and their
         number."""
 
-        def is_one(array: tuple[str, int, int]) -> bool:
-            return array[0] == op and (sizes is None or array[1] in sizes)
+        def is_one(array: _SentArray) -> bool:
+            return array.op == op and (sizes is None or array.nbytes in sizes)
 
         arrays = [array for array in self.arrays if is_one(array)]
         self.arrays = [array for array in self.arrays if not is_one(array)]
-        return sum(sent for _, _, sent in arrays), len(arrays)
+        return sum(array.sent for array in arrays), len(arrays)
 
 
 def _compare_reduction(table: TablePlan, found: _Unexplained, bound: _Unexplained | None) -> list[CheckRow]:
@@ -330,7 +336,7 @@ def _compare_reduction(table: TablePlan, found: _Unexplained, bound: _Unexplaine
 
 def _compare_exchanges(plan: Plan, op: str, found: _Unexplained, bound: _Unexplained | None) -> list[CheckRow]:
     """Compares a collective's exchanges of all tables' rows; the rest of all-gathers is the model's."""
-    has_whole_table = any(array[:2] == (op, size) for array in found.arrays for size in _lifted_sizes(plan))
+    has_whole_table = any(array.op == op and array.nbytes in _lifted_sizes(plan) for array in found.arrays)
     sent, count = found.take_all(op)
     if any(table.lifted and table.sizes is None for table in plan.tables):
         return [CheckRow(op, "ids and rows of tables, some only read", None, sent, count)]

@@ -438,7 +438,7 @@ def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequ
 def _treatment(row: ExplainedLeaf) -> Hashable:
     """Returns all that is printed of a leaf except its name and numbers."""
     methods = (row.plan.taken, *row.sent, *row.table_3, *row.seconds)
-    return row.action, without_numbers(_reason(row)), without_numbers(_share(row.alpha)), row.slots, methods
+    return row.action, without_numbers(_action_and_reason(row)), without_numbers(_share(row.alpha)), row.slots, methods
 
 
 def _table(lines: Sequence[_Line]) -> Columns:
@@ -473,15 +473,17 @@ def _reasons(lines: Sequence[_Line]) -> Iterator[Text]:
     count, alike = Counter(leaf.kind for line in lines for leaf in line.leaves), {}
     for line in lines:
         if line.first.reason:
-            reason = _reason(line.first)
+            reason = _action_and_reason(line.first)
             key = without_numbers(reason) if count[line.first.kind] > _LINES else reason
             alike.setdefault(key, []).append(line)
     for those in alike.values():
         names = ", ".join(line.name for line in those)
-        yield Text.assemble((names, "bold"), f": {ranged([_reason(leaf) for line in those for leaf in line.leaves])}")
+        yield Text.assemble(
+            (names, "bold"), f": {ranged([_action_and_reason(leaf) for line in those for leaf in line.leaves])}"
+        )
 
 
-def _reason(row: ExplainedLeaf) -> str:
+def _action_and_reason(row: ExplainedLeaf) -> str:
     alpha, line, remedy = row.alpha, "", ""
     facts = []
     if alpha is not None and alpha.local_rows < alpha.rows:

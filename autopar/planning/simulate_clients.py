@@ -230,7 +230,7 @@ def _own_step_s(
 
 def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> SyncTime:
     """Simulates the clients on all devices of a cluster, or on as many as there are clients for."""
-    devices, sync, served = load.count * plan.devices, plan.sync, _served(plan, cluster, load, options.servers)
+    devices, sync, served = load.count * plan.devices, plan.sync, _answerers(plan, cluster, load, options.servers)
     if served is not None:
         is_ring = served.topology is not None
         asked = 1 if is_ring else len(served.servers)
@@ -311,37 +311,36 @@ def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad)
     return [all_reduce_s(ends, size, copies=copies) if load.count > 1 else 0.0 for size in sent]
 
 
-def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served | None:
+def _answerers(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served | None:
     """Returns how clients ask servers, or passive clients of a ring; None if they ask nobody. Raises ArgumentsError for
     more servers (`wanted`; None: the plan's) than processes."""
-    sync, processes = plan.sync, load.count * plan.devices
+    sync = plan.sync
     if plan.served is not None:
-        return _pulling(plan, plan.served, cluster, load, wanted)
+        return _with_servers(plan, plan.served, cluster, load, wanted)
     assert sync is not None, "clients train"
     if sync.servers:
         weights = _weight_bytes(plan, sync)
-        count = _server_count(wanted, sync.servers, sync.clients, load, processes=processes, leaves=processes)
+        count = _server_count(plan, load, wanted, planned=sync.servers)
         parts = (sum(span.nbytes for span in share) for share in center_shares(weights, count))
-        served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
+        served = _beside_steps(plan, cluster, load, sum(weights), enumerate(parts))
         return replace(served, every=sync.every)
     if sync.asks_neighbors and load.count > 1:
         topology = sync.topology(load.count)
         # Of tables by rows, at most those that all clients touch while a change goes round the ring.
         size = int(sum(_averaged_bytes(plan, sync, load.count * topology.rounds)))
-        served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in topology.passives))
+        served = _beside_steps(plan, cluster, load, size, ((c * plan.devices, size) for c in topology.passives))
         return replace(served, topology=topology)
     return None
 
 
-def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served:
+def _with_servers(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served:
     """Returns how workers pull from and push to the plan's servers, or to another number of equal ones."""
     servers = served.servers
     pulled, pushed = sum(server.pull_bytes for server in servers), sum(server.push_bytes for server in servers)
     # For each server bytes of a pull, of a push, and of what a push updates.
     sizes = [(server.pull_bytes, server.push_bytes, _touched_bytes(plan, served, server)) for server in servers]
     leaves = sum(len(server.leaves) for server in servers)
-    processes = load.count * plan.devices
-    count = _server_count(wanted, len(sizes), served.clients, load, processes=processes, leaves=leaves)
+    count = min(_server_count(plan, load, wanted, planned=len(sizes)), max(1, leaves))
     if count != len(sizes):
         sizes = [(pulled // count, pushed // count, sum(update for *_, update in sizes) / count)] * count
     memory_s = 1 / cluster.device.memory_bytes_s
@@ -351,7 +350,7 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
             for n, (pull, push, update) in enumerate(sizes)
         ],
         cluster=cluster,
-        devices=range(0, processes, plan.devices),
+        devices=range(0, load.count * plan.devices, plan.devices),
         bound=served.staleness,
         receive_s=cluster.to_host(pulled),
         send_s=cluster.to_host(pushed),
@@ -367,7 +366,9 @@ def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
     return touched
 
 
-def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts: Iterable[tuple[int, int]]) -> Served:
+def _beside_steps(
+    plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts: Iterable[tuple[int, int]]
+) -> Served:
     """Returns how clients exchange `size` bytes of weights beside a step. `parts`: device and bytes of each
     answerer."""
     memory_s = 1 / cluster.device.memory_bytes_s
@@ -385,12 +386,12 @@ def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts
     )
 
 
-def _server_count(
-    wanted: int | None, planned: int, clients: int, load: ClientLoad, *, processes: int, leaves: int
-) -> int:
-    """Returns the number of simulated servers, each with at least one of `leaves`: `wanted`, or as in a plan with
-    `planned` ones for `clients`. Raises ArgumentsError for more servers than processes."""
+def _server_count(plan: Plan, load: ClientLoad, wanted: int | None, planned: int) -> int:
+    """Returns the number of simulated servers: `wanted`, or as the plan has `planned` ones for its own clients. Raises
+    ArgumentsError for more servers than processes."""
+    way, processes = plan.clients_plan, load.count * plan.devices
+    assert way is not None, "clients train"
     if wanted is not None and wanted > processes:
         raise ArgumentsError(f"servers={wanted} of {processes} processes: give as many at most")
-    found = wanted or (planned if planned < clients else planned * load.count // clients)
-    return max(1, min(found, processes, leaves))
+    found = wanted or (planned if planned < way.clients else planned * load.count // way.clients)
+    return max(1, min(found, processes))

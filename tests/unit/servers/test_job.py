@@ -20,7 +20,7 @@ from autopar.backends.served import ServedPrograms, copied
 from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
 from autopar.ir.served import ServedStep, ServerPart
-from autopar.planning.replay_clients import ChooseMessage, LocalJob, RecordedOrder
+from autopar.planning.local_clients import ChooseMessage, LocalJob, RecordedOrder
 from autopar.servers.messages import Leave, Message, Pull, Pulled, Push, Reply
 from autopar.servers.server import Server
 from autopar.servers.timeline import Timeline

@@ -11,7 +11,7 @@ import pytest
 from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_served
 from autopar.errors import TimelineError
 from autopar.ir.topology import Ring
-from autopar.planning.replay_clients import Messages, RecordedOrder, run_clients
+from autopar.planning.local_clients import Messages, RecordedOrder, run_clients
 from autopar.protocols import Receive, Send, Want
 from autopar.servers.center import Center, Neighbor
 from autopar.servers.messages import Message

@@ -16,8 +16,8 @@ import pytest
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.ir.served import CUTTING, Cutting
+from autopar.planning.local_clients import ChooseMessage, LocalJob
 from autopar.planning.notes import server_notes
-from autopar.planning.replay_clients import ChooseMessage, LocalJob
 from autopar.servers.messages import Message
 from tests.support.pairs import diagonal
 from tests.support.served import compiled
