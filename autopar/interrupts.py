@@ -108,6 +108,8 @@ class Interrupts:
         self._held: dict[int, float] = {}
         #: Held signals that were sent again, and not seen since.
         self._sent: set[int] = set()
+        #: Whoever sends a held signal again has this meanwhile.
+        self._sending = _thread.RLock()
         #: Held signals that were last seen outside of a call.
         self._outside: set[int] = set()
         #: Signals that another rank had first -> `time.monotonic()`.
@@ -121,6 +123,7 @@ class Interrupts:
         """Begins anew in a forked child, which has no loop under way, and another main thread."""
         self.bodies.clear()
         self.main = threading.main_thread().ident
+        self._sending = _thread.RLock()  # a thread that isn't there may have it
 
     @property
     def holding(self) -> bool:
@@ -197,13 +200,19 @@ class Interrupts:
         return self._hold(number)
 
     def answer(self, number: int, frame: FrameType | None, previous: Callable[[int, FrameType | None], Any]) -> None:
-        self._held.pop(number, None)
-        self._outside.discard(number)
+        self._let_go(number)
         self._answering = True
         try:
             previous(number, frame)
         finally:
             self._answering = False
+
+    def _let_go(self, number: int) -> None:
+        """Holds a signal no longer. From then on none is sent again: it would hide the next one, or be taken for it."""
+        self._held.pop(number, None)
+        self._outside.discard(number)
+        with self._sending:  # a thread that has found it held may have lost the core since
+            pass
 
     def _prepare(self, number: int) -> None:
         handler = _signal.getsignal(number)
@@ -211,9 +220,8 @@ class Interrupts:
             if number in self._held and not self.bodies:
                 self.answer(number, sys._getframe(1), handler.previous)
         elif callable(handler) and getattr(handler, "__module__", None) != "asyncio.unix_events":  # which does nothing
-            self._held.pop(number, None)  # That one has answered it.
+            self._let_go(number)  # That one has answered it.
             self._sent.discard(number)
-            self._outside.discard(number)
             if not isinstance(handler, Note):
                 signal.signal(number, Handler(self, handler))
 
@@ -237,10 +245,12 @@ class Interrupts:
                 sys.stderr.writelines(body.line(number, _WAITS) for body in self.bodies[:1])
             if self.holding or number in self._sent:  # Later; it doesn't disturb what is under way.
                 pause_s = min(1.2 * pause_s, LONGEST_PAUSE_S)
-            elif self._held.get(number) == since_s:
+            else:
                 pause_s = PAUSE_S
-                self._sent.add(number)
-                _send_to_main(number)
+                with self._sending:
+                    if self._held.get(number) == since_s:
+                        self._sent.add(number)
+                        _send_to_main(number)
 
 
 def _send_to_main(number: int) -> None:

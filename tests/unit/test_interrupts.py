@@ -19,6 +19,7 @@ import pytest
 from flax import nnx
 
 import autopar
+from autopar import interrupts
 from autopar.backends.host import update_log
 from autopar.integrations import nnx as anx
 from autopar.interrupts import SECOND_S, interruptible, uninterrupted
@@ -172,6 +173,28 @@ def test_the_second_interrupt_goes_through_at_once() -> None:
     with pytest.raises(KeyboardInterrupt):
         _given(work)
     assert ran == [1]
+    _given(lambda: None)  # nothing is left of either
+    time.sleep(5e-3)
+
+
+def test_none_is_sent_again_once_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that sends it loses the core just before: what came later hid the next one, which nobody answered."""
+    begun, sent, send = threading.Event(), list[int](), interrupts._send_to_main
+
+    def slowly(number: int) -> None:
+        begun.set()
+        time.sleep(0.1)
+        send(number)
+        sent.append(number)
+
+    monkeypatch.setattr(interrupts, "_send_to_main", slowly)
+    for k in range(1, 3):
+        begun.clear()
+        with pytest.raises(KeyboardInterrupt):
+            _given(_interrupt)
+            assert begun.wait(10)
+            _given(lambda: None)
+        assert len(sent) == k
     _given(lambda: None)  # nothing is left of either
     time.sleep(5e-3)
 
