@@ -32,7 +32,7 @@ from autopar.ir.rowspace import RowFacts
 from autopar.ir.slicing import eliminate_dead, in_order
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackShape
 from autopar.ir.writer import expand
-from autopar.jax_types import Array
+from autopar.jax_types import Array, Dtype
 from autopar.passes.choose import input_placements
 from autopar.passes.choosing.capacity import host_bounds, joined
 from autopar.passes.choosing.together import FEWEST, ROWWISE, Member, alike_tables, kind_of
@@ -305,32 +305,36 @@ class StackIds:
     shape: StackShape
     #: Ids -> their axis of examples, if that isn't the first.
     axes: Mapping[Var, int] = field(default_factory=dict)
-    placed: dict[tuple[int, Atom], Var] = field(default_factory=dict)
     side_by_side: dict[tuple[tuple[int, Atom], ...], Var] = field(default_factory=dict)
 
     def joined(self, of: Sequence[tuple[int, Equation]]) -> tuple[Var, list[Equation]]:
-        """Returns the ids of accesses, each with its table's number, and the equations that make them."""
-        equations: list[Equation] = []
-        for k, like in of:
-            if (k, like.inputs[1]) not in self.placed:
-                rows, axis = self.shape.rows_of(k), self._axis(like)
-                high = self.shape.extents[k] - 1
-
-                def placed(ids: Array, rows=rows, high=high, axis=axis) -> Array:
-                    low, most = 0, min(high, int(jnp.iinfo(ids.dtype).max))
-                    numbers = jnp.clip(ids, low, most).astype(jnp.int32)
-                    numbers = numbers if rows.step == 1 else numbers * rows.step
-                    places = _moved(numbers + rows.start, axis, 0)
-                    return places.reshape(*(places.shape[:1] if ids.ndim > 1 else (1,)), -1, 1)
-
-                equations += expand(placed, like, (like.inputs[1],))
-                self.placed[k, like.inputs[1]] = equations[-1].outputs[0]
+        """Returns the ids of accesses, each with its table's number, and the equations that make them: the same few for
+        any number of tables."""
         key = tuple((k, like.inputs[1]) for k, like in of)
-        if len(key) == 1:
-            return self.placed[key[0]], equations
-        if key not in self.side_by_side:
-            equations += expand(lambda *ids: jax.lax.concatenate(ids, 1), of[0][1], [self.placed[each] for each in key])
-            self.side_by_side[key] = equations[-1].outputs[0]
+        if key in self.side_by_side:
+            return self.side_by_side[key], []
+        axes = [self._axis(like) for _, like in of]
+        counts = [_count(ids, axis) for (_, ids), axis in zip(key, axes, strict=True)]
+        rows = [self.shape.rows_of(k) for k, _ in key]
+        highs = [self.shape.extents[k] - 1 for k, _ in key]
+        is_alike = len({ids.dtype for _, ids in key}) == 1
+
+        def by_table(values: Sequence[int], dtype: Dtype = np.int32) -> int | np.ndarray:
+            return values[0] if len({*values}) == 1 else np.repeat(np.array(values, dtype), counts)[None, :, None]
+
+        def places(*ids: Array) -> Array:
+            most = [min(high, int(jnp.iinfo(x.dtype).max)) for high, x in zip(highs, ids, strict=True)]
+            if not is_alike:  # the stack's rows have numbers of 32 bits
+                ids = tuple(jnp.clip(x, 0, high).astype(jnp.int32) for x, high in zip(ids, most, strict=True))
+            flat = [_moved(x, axis, 0) for x, axis in zip(ids, axes, strict=True)]
+            flat = [x.reshape(*(x.shape[:1] if x.ndim > 1 else (1,)), -1, 1) for x in flat]
+            numbers = flat[0] if len(flat) == 1 else jax.lax.concatenate(flat, 1)
+            numbers = jnp.clip(numbers, 0, by_table(most, numbers.dtype)).astype(jnp.int32)
+            numbers = numbers if all(x.step == 1 for x in rows) else numbers * by_table([x.step for x in rows])
+            return numbers + by_table([x.start for x in rows])
+
+        equations = expand(places, of[0][1], [ids for _, ids in key])
+        self.side_by_side[key] = equations[-1].outputs[0]
         return self.side_by_side[key], equations
 
     def _axis(self, access: Equation) -> int:

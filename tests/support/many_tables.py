@@ -85,3 +85,11 @@ def check(count: int, name: str, planned: Callable[[Any], Any], steps: int = 4) 
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(b, a, rtol=coarse, atol=coarse, err_msg=f"{count} {name} {path}")
     return step
+
+
+def alike(count: int) -> tuple[Callable[..., Any], Any, dict[str, np.ndarray]]:
+    """Makes a train step of tables of one width, a state and a batch."""
+    tx = optax.adagrad(0.2)
+    params = {"tables": {_name(k): jnp.full((20_000 + 100 * k, 4), 0.1) for k in range(count)}}
+    params["w"] = jnp.full((4 * count, 1), 0.1)
+    return step_of(tx), {"params": params, "opt": tx.init(params)}, batch(count, 0)

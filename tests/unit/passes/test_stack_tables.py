@@ -226,3 +226,51 @@ def test_a_moved_shard_never_has_a_version_again() -> None:
     stacked([first, second], two, [0, 3], "train").commit(np.arange(3), 3, np.ones((3, 2), np.float32))
     stacked([first, third], two, [0, 3], "finetune")
     assert first.rows.all() and first.version != before
+
+
+def test_programs_hardly_grow_with_tables() -> None:
+    """26 tables take at most three times the instructions of two."""
+    instructions = []
+    for count in (2, 26):
+        train_step, state, minibatch = many_tables.alike(count)
+        step = autopar.parallelize(train_step, strategy=HOSTS)
+        step(state, minibatch)
+        segmented = step.latest.runner._last.segmented
+        texts = []
+        for called in segmented._called:
+            operands = [segmented._operand(called, v, k, None) for k, v in enumerate(called.inputs)]
+            texts.append(called.program.lower(*operands).compile().as_text())
+        instructions.append("".join(texts).count(" = "))
+    assert 300 < instructions[0] < instructions[1] <= 3 * instructions[0], instructions
+
+
+@pytest.mark.parametrize("mode", ["clip", "drop"])
+def test_ids_of_several_types(mode: str) -> None:
+    """Of tables that are one; some out of range, in types that hold more rows, or fewer, than the tables have."""
+    types = [np.uint8, np.int32, np.uint32, np.int16]
+
+    def train_step(tables: Any, ids: Any) -> Any:
+        def loss(tables: Any) -> jax.Array:
+            rows = [
+                t.at[i].get(mode="clip" if mode == "clip" else "fill", fill_value=0.5)
+                for t, i in zip(tables, ids, strict=True)
+            ]
+            return sum(jnp.sum(jnp.tanh(x) ** (k + 2)) for k, x in enumerate(rows))
+
+        value, grads = jax.value_and_grad(loss)(tables)
+        return [t - 0.1 * g for t, g in zip(tables, grads, strict=True)], value
+
+    rng = np.random.default_rng(0)
+    for kinds in (types, [np.uint32] * 4, [np.uint8] * 4):
+        tables = [jnp.asarray(rng.normal(size=(n, 3)), np.float32) for n in (300, 200, 100, 250)]
+        given = [np.arange(24).astype(t) * 9 for t in kinds]
+        for ids in given:
+            ids[-1] = np.iinfo(ids.dtype).max
+            ids[-2] = np.iinfo(ids.dtype).min
+        step = autopar.parallelize(train_step, strategy=HOSTS, donate=False)
+        new, value = step(tables, given)
+        expected, wanted = jax.jit(train_step)(tables, given)
+        assert step.latest.compiled.stacked is not None
+        np.testing.assert_allclose(value, wanted, rtol=1e-5)
+        for a, b in zip(new, expected, strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
