@@ -19,7 +19,7 @@ ROWS_PER_ID = 192.0
 #: 3072 bytes the lifted step takes a third of the dense one's time.
 SMALL_DEFERRED_BYTES, DEFERRED_ROWS, MOST_DEFERRED_ROWS = 1 << 23, 4.0, 32.0
 #: Seconds that deferred rows cost in a step of several CPU devices beside their exchange, for a table and for each
-#: looked-up element. Measured on 2 cores, 4 devices, with AdamW: 3.4 ms for 512 ids of 192 numbers, 0.6 ms for 128 of
+#: looked-up element. Measured on 2 cores, 4 devices, with AdamW: 3.4 ms for 512 rows of 192 numbers, 0.6 ms for 128 of
 #: 16; on one device 23 to 66 ns for an element.
 DEFERRED_S, DEFERRED_ELEMENT_S = 5e-4, 30e-9
 #: The exchange of deferred rows must save this many times their cost, since both predictions are rough: a GPT with
@@ -72,10 +72,10 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = Fals
     return extent * row_bytes >= small and extent * steps >= ids * rows_per_id
 
 
-def deferred_s(*, ids: int, row_elements: int) -> float:
+def deferred_s(*, rows: int, row_elements: int) -> float:
     """Returns the seconds that several CPU devices take to bring looked-up rows of `row_elements` numbers up to
-    date."""
-    return DEFERRED_S + ids * row_elements * DEFERRED_ELEMENT_S
+    date. `rows`: of all devices; each looks a row up once, however many ids name it."""
+    return DEFERRED_S + rows * row_elements * DEFERRED_ELEMENT_S
 
 
 def lifting_pays_on_accelerators(*, family_bytes: int, deferred: bool = False) -> bool:

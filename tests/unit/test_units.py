@@ -88,7 +88,7 @@ def test_lifting_of_deferred_rows_pays_later() -> None:
 
 
 def test_seconds_of_deferred_rows_by_hand() -> None:
-    assert deferred_s(ids=1000, row_elements=100) == pytest.approx(0.5e-3 + 3e-3)
+    assert deferred_s(rows=1000, row_elements=100) == pytest.approx(0.5e-3 + 3e-3)
 
 
 def test_lifting_pays_on_accelerators_for_large_tables() -> None:

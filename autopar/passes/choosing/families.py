@@ -241,7 +241,7 @@ class _Family:
             seconds = {} if rates is None else step_seconds(rates, sizes, others)
             found = self._compared(sizes, seconds or costs["sent"])
             method, why = ("ps", why_sharded) if why_sharded else found
-            slow = "" if why_sharded else self._why_dense(costs["terms"], method)
+            slow = "" if why_sharded else self._why_dense(costs["terms"], method, sizes)
             if why_dense := why_dense or slow:
                 # Beside tables on hosts its gradient is reduced with all others.
                 costs["sizes"] = None if choices.hosts else sizes
@@ -279,7 +279,7 @@ class _Family:
         shown = f"table 3 (b={format_bytes(b)}, N={n}, alpha={alpha:.2%})"
         return method, f"{shown}: {format_bytes(nbytes[method])}, {others}"
 
-    def _why_dense(self, terms: Mapping[str, Sequence[Term]], method: str) -> str:
+    def _why_dense(self, terms: Mapping[str, Sequence[Term]], method: str, sizes: Sizes) -> str:
         """Returns why "auto" leaves a family dense that could be lifted; "" if it lifts it.
 
         `method`: the cheapest one. `terms`: the costs of each method; empty: unknown.
@@ -293,7 +293,8 @@ class _Family:
         # `deferred_s` includes bringing rows up to date.
         taken = sum(term.seconds for term in terms[method] if term.name != REPLAY)
         saved = sum(term.seconds for term in terms["allreduce"]) - taken
-        is_little = saved < DEFERRED_MARGIN * deferred_s(ids=self.ids.count, row_elements=row_elements)
+        rows = min(self.ids.count, sizes.devices * sizes.owned if method == "ps" else sizes.routed)
+        is_little = saved < DEFERRED_MARGIN * deferred_s(rows=rows, row_elements=row_elements)
         return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
 
     def _sharded(self, stored: RowLayout | None = None, *, cyclic: bool = False) -> tuple[Bounds, Bounds]:
