@@ -19,6 +19,7 @@ import numpy as np
 import optax
 
 from autopar.backends.host.ranks import Ranks
+from tests.support.compilations import finish
 from tests.support.mpi.ahead_cases import HOSTS, Batch, Fetches
 
 ROWS, WIDTH, EXAMPLES, LENGTH, CYCLE = 3_000, 64, 64, 8, 10
@@ -86,6 +87,7 @@ def _threads() -> int:
 
 def _held(step: Any) -> dict[str, int]:
     """Returns what this rank holds."""
+    finish()  # what is compiled beside the steps is there
     step.latest.runner.ranks.in_thread(lambda: None)()  # it lets go of its last work
     gc.collect()
     buffers = step.latest.runner.ranks.buffers
