@@ -362,7 +362,8 @@ def of_other_numbers_of_rows() -> Iterator[Batch]:
 def check_other_numbers_of_rows() -> None:
     """Rows that fit no program yet are asked for ahead, and fetched where the program is."""
     _, fetches = run_both(of_other_numbers_of_rows)
-    assert (fetches.whole, fetches.late) == (7, 2 + 2)
+    found = fetches.whole, fetches.late
+    assert found == ((5, 4 + 4) if RANKS == 3 else (7, 2 + 2)), found  # a larger program of three ranks fits earlier
 
 
 def check_rows_that_owners_compute_with() -> None:
