@@ -114,8 +114,9 @@ def parallelize(
         example is (the default of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
         its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
-        memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
-        to methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
+        memory, owned by the ranks of an MPI job, or by this process; "ps:table", ("ps:table", "hosts"): each table
+        whole on one device, in a stack of four or more, or rank), or a mapping from patterns over parameter paths to
+        methods: `{"params/item*": "ps", "**": "auto"}`; the first match wins. A dense parameter that a pattern gives
         to "ps" is kept in shards, with its slots, and gathered for use (by ("ps", "hosts") from host memory); of one
         that it gives to "tensor" the products are divided over the devices of `tensor_axis`, and nothing is gathered.
       sparse: "exact" (the default); "lazy": only touched rows move, another function (TensorFlow's LazyAdam); "off".

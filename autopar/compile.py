@@ -20,6 +20,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
+from autopar.passes.stack_tables import require_whole
 
 if TYPE_CHECKING:
     from autopar.ways.way import Way
@@ -97,6 +98,7 @@ def compile_program(analysed: Analysed, way: Way, measured: Measurements = UNMEA
         bound, decided = decide(analysed, way, measured)
         analysed, bound, decided = _with_border(analysed, bound, decided, way, measured)
         stacked = way.stacked(analysed.program, bound)
+        require_whole(analysed.program, bound, stacked, way.options)
         source, followed = (analysed.program, bound) if stacked is None else (stacked.program, stacked.plan)
         program, done, records = run_passes(way.passes(followed, measured), source, followed)
         fallback = follow(source, done.without_limits(), way) if done.fallback else None

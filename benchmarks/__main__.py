@@ -14,7 +14,7 @@ from collections.abc import Iterator
 BENCHMARKS = {
     "first_week": ("first_week",),
     "one_device": ("lookup", "adamw", "dispatch", "planning", "crossover", "microbatches"),
-    "devices": ("devices", "border", "shards"),
+    "devices": ("devices", "border", "shards", "whole"),
     "choice": ("choice",),
     "hosts": ("hosts", "binding"),
     "torchrec": ("torchrec", "one_table", "one_device"),

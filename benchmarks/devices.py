@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.ir.program import known
 from autopar.ir.strategy import OPTIMIZATIONS
+from autopar.passes import choose
 from benchmarks.lookup import CLIP, EPS, IDS, RATE, bare_step, loss_of, make_state, plain_step, zipf_batches
 from benchmarks.models import TX, gpt, perceptron, step_of
 from benchmarks.timing import Runner, alternate, median_ms, ratio
@@ -50,6 +53,11 @@ def border() -> None:
 def shards() -> None:
     """Dense parameters in shards ("ps") and whole ("allreduce"): layers of a perceptron, clip and Adam."""
     subprocess.run([sys.executable, "-m", "benchmarks.devices", "shards"], check=True)
+
+
+def whole() -> None:
+    """Eight tables of which owners add up bags, whole on one device each, and spread."""
+    subprocess.run([sys.executable, "-m", "benchmarks.devices", "whole"], check=True)
 
 
 def _placed(state: Any, mesh: Mesh, rows: int | None) -> Any:
@@ -229,9 +237,52 @@ def _step_with(form: Callable[[jax.Array], jax.Array], optimizer: optax.Gradient
     return step
 
 
+def measure_whole(rounds: int = 8) -> None:
+    """Measures tables that are whole, and spread ones, for bags of 10 and of 50 ids."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+
+    def loss(params: Any, batch: Any) -> Any:
+        pooled = [table[ids].sum(1) for table, ids in zip(params["tables"], batch, strict=True)]
+        return (jnp.tanh(jax.nn.relu(jnp.concatenate(pooled, -1) @ params["in"]) @ params["out"]) ** 2).mean()
+
+    optimizer = optax.adagrad(0.05)
+
+    def train_step(state: Any, batch: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+        updates, slots = optimizer.update(gradients, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, value
+
+    for rows, length in ((20_000, 10), (100_000, 50)):
+        rng = np.random.default_rng(0)
+        params = {"tables": [jnp.zeros((rows, 64)) for _ in range(8)]}
+        params |= {"in": jnp.ones((512, 64)) / 512, "out": jnp.ones((64, 1)) / 64}
+        batches = [list(rng.integers(0, rows, (8, 512 * DEVICES, length)).astype(np.int32)) for _ in range(4)]
+        runners, sent = dict[str, Runner](), dict[str, float]()
+        for way in ("whole", "spread"):
+            with mock.patch.object(choose, "device_owners", choose.device_owners if way == "whole" else _nowhere):
+                step = autopar.parallelize(train_step, mesh=mesh, strategy={"params/tables/*": "ps"})
+                state = autopar.materialize({"params": params, "slots": optimizer.init(params)})
+                plan = known(step.planned_for(state, batches[0])).compiled.plan
+            sent[way] = sum(table.sent["ps"] for table in plan.tables) / 2**20
+            runners[way] = Runner(step, state)
+        found = alternate(runners, lambda n, of=batches: of[n % len(of)], rounds, turns=dict.fromkeys(runners, 4))
+        turns = sorted(b / a for a, b in zip(found["whole"], found["spread"], strict=True))
+        print(
+            f"8 tables of {rows} x 64, bags of {length}: a device sends {sent['whole']:.2f} MiB in place of "
+            f"{sent['spread']:.2f}; {median_ms(found['whole']):.1f} and {median_ms(found['spread']):.1f} ms: "
+            f"{ratio(found['spread'], found['whole']):.2f} times as fast (turns {turns[0]:.2f} to {turns[-1]:.2f})",
+            flush=True,
+        )
+
+
+def _nowhere(*_: Any) -> tuple[dict[int, int], dict[int, str]]:
+    return {}, {}
+
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    if sys.argv[1] in ("border", "shards"):
-        {"border": measure_border, "shards": measure_shards}[sys.argv[1]]()
+    measures = {"border": measure_border, "shards": measure_shards, "whole": measure_whole}
+    if sys.argv[1] in measures:
+        measures[sys.argv[1]]()
     else:
         measure(int(sys.argv[1]))

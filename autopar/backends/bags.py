@@ -1,11 +1,13 @@
 """Bags of rows on devices: owners add up their rows by bags, and add bags' cotangents to rows (`passes.pool_bags`).
 
 Messages have a fixed size: `slots` ids from each device to each other one, in the order of their bags, and how many ids
-each bag has there. Partial sums are added in the order of the owners.
+each bag has there. Partial sums are added in the order of the owners. Bags of a table that one device has whole are in
+the messages to and from that one alone: these have room for the bags of the device that has most (`bags_of_owner`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.backends.indices import as_bits, find_own
-from autopar.ir.local import BagSet
+from autopar.ir.local import BagSet, bags_of_owner
 from autopar.ir.operations import split
 from autopar.jax_types import Array, Params
 
@@ -67,7 +69,9 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
         is_of[:, start:end].reshape(count, -1, n).sum(2, dtype=jnp.int32)
         for start, end, n in zip(starts, starts[1:], own.lengths, strict=False)
     ]
-    asked = jnp.concatenate([to_slots(jnp.where(own.is_kept, number, ~number)), *counts], 1)
+    asked = jnp.concatenate(
+        [to_slots(jnp.where(own.is_kept, number, ~number)), _by_owner(params["sets"], counts, count)], 1
+    )
     heard = jax.lax.all_to_all(asked, axis, 0, 0)
     numbers, bag_ends = heard[:, :slots], jnp.cumsum(heard[:, slots:], 1)
     in_order = jnp.arange(slots, dtype=jnp.int32)
@@ -84,14 +88,19 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
 def add_up(sets: Sequence[BagSet], rows: Array, entries: Sequence[Array], axis: str) -> tuple[Array, ...]:
     """Returns the sums of each set of this device's bags. `rows`: [U, ...], the owner's. `entries`: of `ask`."""
     at, _, bags, *weights = entries
-    count, number, row = jax.lax.axis_size(axis), sum(math.prod(one.shape) for one in sets), rows.shape[1:]
+    count, row = jax.lax.axis_size(axis), rows.shape[1:]
+    number = bags_of_owner(sets, count)
     taken = _weighted(rows.at[at].get(mode="fill", fill_value=0), weights)
     sums = jnp.zeros((count * number, *row), rows.dtype).at[bags].add(taken, mode="drop")
     parts = as_bits(lambda x: jax.lax.all_to_all(x, axis, 0, 0), sums.reshape(count, number, *row))
-    total, start, results = parts.sum(0), 0, list[Array]()
+    if not _has_owners(sets):
+        parts = parts.sum(0, keepdims=True)
+    results, starts = list[Array](), [0] * count
     for one in sets:
-        results.append(total[start : start + math.prod(one.shape)].reshape(*one.shape, *row))
-        start += math.prod(one.shape)
+        size, of = math.prod(one.shape), range(len(parts)) if one.owner is None else (one.owner,)
+        total = functools.reduce(jnp.add, [parts[k, starts[k] : starts[k] + size] for k in of])
+        results.append(total.reshape(*one.shape, *row))
+        starts = [start + size if k in of else start for k, start in enumerate(starts)]
     return tuple(results)
 
 
@@ -101,9 +110,30 @@ def to_rows(
     """Returns the gradients of an owner's rows, [rows, ...]. `cotangents`: of each set of this device's bags."""
     _, into, bags, *weights = entries
     flat = [x.reshape(-1, *x.shape[len(one.shape) :]) for x, one in zip(cotangents, sets, strict=True)]
-    values = as_bits(lambda x: jax.lax.all_gather(x, axis, tiled=True), jnp.concatenate(flat))
+    if _has_owners(sets):
+        sent = _by_owner(sets, [x[None] for x in flat], jax.lax.axis_size(axis))
+        values = as_bits(lambda x: jax.lax.all_to_all(x, axis, 0, 0), sent).reshape(-1, *sent.shape[2:])
+    else:
+        values = as_bits(lambda x: jax.lax.all_gather(x, axis, tiled=True), jnp.concatenate(flat))
     taken = _weighted(values.at[bags].get(mode="fill", fill_value=0), weights)
     return jnp.zeros((rows, *values.shape[1:]), values.dtype).at[into].add(taken, mode="drop")
+
+
+def _has_owners(sets: Sequence[BagSet]) -> bool:
+    return any(one.owner is not None for one in sets)
+
+
+def _by_owner(sets: Sequence[BagSet], values: Sequence[Array], count: int) -> Array:
+    """Returns values of bags as messages to owners, [count, `bags_of_owner`, ...], in the order of the sets. `values`:
+    of each set [count or 1, bags, ...], by owner."""
+    if not _has_owners(sets):
+        return jnp.concatenate(values, 1)
+    number, messages = bags_of_owner(sets, count), list[Array]()
+    for owner in range(count):
+        own = [x[owner % len(x)] for one, x in zip(sets, values, strict=True) if one.owner in (None, owner)]
+        message = jnp.concatenate([values[0][0, :0], *own])
+        messages.append(jnp.pad(message, [(0, number - len(message)), *[(0, 0)] * (message.ndim - 1)]))
+    return jnp.stack(messages)
 
 
 def bag_ids(params: Params, operands: Sequence[Array]) -> Array:

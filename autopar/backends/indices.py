@@ -111,7 +111,7 @@ def local_index(
 
 
 #: Parameters of a lookup or push that are autopar's own; the others are the gather's or scatter's.
-_OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "axis", "batch", "spread"})
+_OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "axis", "batch", "spread", "owners"})
 
 
 def gather_rows(params: Params, rows: Array, local: Array) -> Array:

@@ -138,7 +138,7 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
         rates = replace(rates, all_gather=FREE, all_reduce=FREE)
-    all_requested, sent = s.devices * s.requested, s.devices * s.capacity
+    all_requested, sent = s.devices * s.requested, s.messages.rows
     own = rates.shared(s.together)
 
     def sends(name: str, curve: Curve, collective: str, size: int, spread: bool = True, method: str = "") -> Term:
@@ -165,14 +165,15 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
         yield Term("add gradients at owners", own.scatter(sent, gradient))
 
     def by_bags() -> Iterator[Term]:
-        sums, moved = s.devices * s.bags, own.gather(s.bag_ids, row) + own.scatter(s.bag_ids, row)
+        sums, placed = s.messages.bags, s.messages.bag_ids
         yield sends("send bags", own.all_to_all, "all-to-all", s.bag_bytes, method="ps")
         if s.bag_weight:
-            yield sends("send weights", own.all_to_all, "all-to-all", s.bag_ids * s.bag_weight, method="ps")
-        yield Term("add up bags at owners", own.route(s.bag_ids) + moved)
+            yield sends("send weights", own.all_to_all, "all-to-all", placed * s.bag_weight, method="ps")
+        yield Term("add up bags at owners", own.route(placed) + own.gather(placed, row) + own.scatter(placed, row))
         yield sends("send sums", own.all_to_all, "all-to-all", sums * row, method="ps")
-        yield sends("send cotangents", own.all_gather, "all-gather", sums * gradient, method="ps")
-        yield Term("add gradients at owners", own.gather(s.bag_ids, gradient) + own.scatter(s.bag_ids, gradient))
+        curve, collective = (own.all_gather, "all-gather") if s.room is None else (own.all_to_all, "all-to-all")
+        yield sends("send cotangents", curve, collective, sums * gradient, method="ps")
+        yield Term("add gradients at owners", own.gather(placed, gradient) + own.scatter(placed, gradient))
 
     # Where owners add up bags by "ps", looking up rows is part of the other methods alone.
     looked_up = _lookups(rates, s) if s.bags else ()

@@ -24,7 +24,7 @@ from autopar.cost.exchange import (
 )
 from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
-from autopar.ir.figures import HEADROOM, Sizes
+from autopar.ir.figures import HEADROOM, Room, Sizes
 from autopar.ir.strategy import Where
 
 #: The backward pass has two of three products.
@@ -173,7 +173,11 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
         owned=min(shard_rows, devices * capacity) + 1,
         checks=True,
         bag_ids=devices * math.ceil(slots),
+        room=None,
     )
+    if own.whole:  # devices have equal parts of all such tables
+        rows = min(requested, math.ceil(HEADROOM * table.rows(1)))
+        sizes = replace(sizes, room=Room(rows, own.bag_ids // own.devices, own.bags))
     return _with_fewer_bytes(sizes, "devices", "ps")
 
 

@@ -109,6 +109,15 @@ class Work:
 # --- sizes of a step's work with one table: all that its cost depends on ---
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """A table's share of what all messages of a device have room for, in a stack of which devices have tables whole."""
+
+    rows: int
+    bag_ids: int = 0
+    bags: int = 0  #: Sums, and as many cotangents.
+
+
 #: Capacity over the example's load between two devices, before any batch has exceeded it.
 HEADROOM = 1.25
 #: Fraction of a capacity at which the next larger program is compiled: half of the headroom is used then.
@@ -180,16 +189,22 @@ class Sizes:
     crossing: float = 1.0
     #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
     by_first: bool = False
-    whole: bool = False  #: On hosts, one rank has all rows, so that each bag has one owner.
+    whole: bool = False  #: One rank, or device, has all rows, so that each bag has one owner.
+    room: Room | None = None  #: On devices; None: each message has room for this table's `capacity` and bags.
 
     @property
     def sent_gradient(self) -> int:
         return self.row_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
+    def messages(self) -> Room:
+        """What all messages of a device have room for."""
+        return self.room or Room(self.devices * self.capacity, self.bag_ids, self.devices * self.bags)
+
+    @property
     def bag_bytes(self) -> int:
         """Bytes that tell owners of their rows in bags."""
-        return self.bag_ids * self.bag_id_bytes + self.devices * self.bags * self.bag_count_bytes
+        return self.messages.bag_ids * self.bag_id_bytes + self.messages.bags * self.bag_count_bytes
 
     @property
     def bag_sums(self) -> int:
@@ -212,7 +227,10 @@ class Sizes:
         scale = ids / self.ids if self.ids else 1.0
         bags, of_all, placed = (math.ceil(scale * x) for x in (self.bags, self.bags_of_all, self.bag_ids))
         filled = None if self.bags_filled is None else math.ceil(scale * self.bags_filled)
-        return replace(self, ids=ids, bags=bags, bags_of_all=of_all, bags_filled=filled, bag_ids=placed)
+        room = self.room and replace(
+            self.room, bag_ids=math.ceil(scale * self.room.bag_ids), bags=math.ceil(scale * self.room.bags)
+        )
+        return replace(self, ids=ids, bags=bags, bags_of_all=of_all, bags_filled=filled, bag_ids=placed, room=room)
 
     def on_devices(self) -> Sizes:
         """Returns the static sizes on devices of a table on hosts, whose messages are only as long as they must be."""
@@ -226,6 +244,7 @@ class Sizes:
     def by_rows(self) -> Sizes:
         """Returns the sizes of a table whose rows travel, in place of bags."""
         no_bags = replace(self, bags=0, bags_of_all=0, bags_filled=None, bag_ids=0)
+        no_bags = replace(no_bags, room=self.room and Room(self.room.rows))
         return replace(no_bags, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0)
 
 

@@ -9,7 +9,7 @@ order. Spare rows at the ends of the shards are copies of the last row, and neve
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.jax_types import Array
 
@@ -34,6 +34,11 @@ class RowLayout:
     def held_on(self, device: int) -> int:
         """Returns the number of rows of a device's shard in memory, spare ones included."""
         return self.shard_rows if self.owner in (None, device) else 1
+
+    @property
+    def spread(self) -> RowLayout:
+        """The layout of the same rows over all devices."""
+        return self if self.owner is None else replace(self, owner=None)
 
     @property
     def stored(self) -> int:

@@ -6,6 +6,8 @@ The state says which part of the global value a device has: all of it (`None`), 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -142,6 +144,12 @@ class BagSet:
     is_weighted: bool
     is_kept: bool = False  #: There is a bool[bags, ids] of the ids whose rows get a gradient.
     is_jagged: bool = False
+    owner: int | None = None  #: The device that has all rows of their table; None: each may have some.
+
+
+def bags_of_owner(sets: Sequence[BagSet], count: int) -> int:
+    """Returns the bags of a device that a message to or from any of `count` owners has room for."""
+    return max(sum(math.prod(one.shape) for one in sets if one.owner in (None, owner)) for owner in range(count))
 
 
 # --- a rank's step cut into segments: compiled programs, and the exchanges of ranks between them ---

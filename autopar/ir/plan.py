@@ -50,7 +50,7 @@ class TablePlan:
     capacity: int | None = None
     tight: bool = False
     cyclic: bool = False  #: Rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
-    owner: int | None = None  #: On hosts: the rank that has all rows, if it is one.
+    owner: int | None = None  #: The rank that has all rows on hosts, or the device, if it is one.
     log_steps: int = 0  #: Most steps that untouched rows wait in the update log; 0 where no step moves them.
     pulled: bool = False  #: A dense leaf on hosts, of which every step takes all rows.
     unchanged: bool = False  #: The step only reads it.
@@ -369,7 +369,7 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
 
 def _order(entry: TablePlan) -> str:
     if entry.owner is not None:
-        return f"all on rank {entry.owner}"
+        return f"all on {'rank' if entry.where == 'hosts' else 'device'} {entry.owner}"
     return "cyclic" if entry.cyclic else "in shards of adjacent ones"
 
 

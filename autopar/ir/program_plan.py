@@ -24,6 +24,8 @@ class Bounds:
     imbalance: float | None = None
     #: On devices whose owners add up bags, the most ids (duplicates included) that one device looks up of another one.
     bag_ids: int | None = None
+    #: The device that has all rows where the table is in a stack (`ir.stacked`); by itself it is spread by `layout`.
+    owner: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ METHODS = ("allreduce", *ROW_METHODS)
 #: All methods that a strategy may name.
 STRATEGIES = ("auto", *METHODS, TENSOR)
 Sparse = Literal["exact", "lazy", "off"]
-#: Keeps each table on hosts whole in the memory of one rank.
+#: Keeps each table whole: on hosts in the memory of one rank, on devices on one, in a stack with others.
 WHOLE_TABLES = "ps:table"
 #: Names of placements that there are elsewhere: TorchRec's "table_wise" and the like.
 _PLACEMENT = re.compile(r"^ps:|^(table|column|row|grid)([_-]?wise)?$")
@@ -42,11 +42,10 @@ Choose = Literal["times", "formulas"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
-    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are; `("ps:table", "hosts")` is
-    "ps", too. Raises StrategyError if there is no such method, or not there."""
+    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are; `"ps:table"` is "ps", too.
+    Raises StrategyError if there is no such method, or not there."""
     method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
-    if method == WHOLE_TABLES and where == "hosts":
-        method = "ps"
+    method = "ps" if method == WHOLE_TABLES else method
     if not isinstance(method, str) or method not in STRATEGIES:
         raise StrategyError(f"strategy: {_no_method(method)}")
     if where not in ("devices", "hosts"):
@@ -62,10 +61,10 @@ def _no_method(method: object) -> str:
     if _PLACEMENT.search(str(method)) is None:
         return text
     return (
-        "on devices tables are placed by rows: 'ps' divides the rows of each table among all owners, balanced, and "
-        "exchanges tables that are alike as one; columns on each owner would send ids to all of them, and no fewer "
-        "rows; 'allreduce' keeps a small table whole everywhere; on hosts ('ps:table', 'hosts') keeps each table whole "
-        f"on one rank (docs/hosts.md). So {text}"
+        "tables are placed by rows, 'ps', which divides the rows of each table among all owners, balanced, and "
+        "exchanges tables that are alike as one; or whole, each on one device or rank, 'ps:table' and ('ps:table', "
+        "'hosts') (docs/planning.md); columns on each owner would send ids to all of them, and no fewer rows; "
+        f"'allreduce' keeps a small table whole everywhere. So {text}"
     )
 
 
@@ -86,10 +85,10 @@ def choice_for(strategy: Strategy, path: str) -> MethodChoice:
 
 
 def asks_for_whole(strategy: Strategy, path: str) -> bool:
-    """Returns whether a strategy keeps a table whole in the memory of one rank."""
+    """Returns whether a strategy keeps a table whole on one device, or in the memory of one rank."""
     pattern = next((p for p in strategy if matches(p, path)), None) if isinstance(strategy, Mapping) else None
     asked = strategy.get(pattern) if isinstance(strategy, Mapping) and pattern is not None else strategy
-    return asked == (WHOLE_TABLES, "hosts")
+    return asked == WHOLE_TABLES or (isinstance(asked, tuple) and asked[:1] == (WHOLE_TABLES,))
 
 
 def asks_for_hosts(strategy: Strategy) -> bool:
@@ -120,7 +119,7 @@ def check_choices(strategy: object, sparse: object, donate: object, results: obj
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if choose not in ("times", "formulas"):
         raise ArgumentsError(f"choose={choose!r}: there are 'times' and 'formulas'")
-    if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
+    if not isinstance(strategy, (Mapping, tuple)) and strategy not in (*STRATEGIES, WHOLE_TABLES):
         raise ArgumentsError(f"strategy={strategy!r}: {_no_method(strategy)}, or a mapping from patterns")
     if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
         raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")

@@ -37,7 +37,7 @@ from autopar.ir.strategy import (
     without_hosts,
 )
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
-from autopar.passes.choosing.together import FEWEST, alike_tables, with_owners, without_small
+from autopar.passes.choosing.together import FEWEST, alike_tables, device_owners, with_owners, without_small
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:
@@ -58,7 +58,7 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     # Tables on devices share update logs; each on hosts has its own.
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     finder = functools.cache(lambda: BagFinder(program.block))
-    whole = frozenset(k for k in wanted.hosts if asks_for_whole(options.strategy, program.inputs[k].path))
+    whole = frozenset(k for k, _ in program.tables if asks_for_whole(options.strategy, program.inputs[k].path))
     value = functools.cache(lambda atom: measured.value(program, atom))
     basis = (wanted.methods, wanted.hosts, not has_effects, decided, finder, value, whole, waiting)
     choices = Choices(options, measured, *basis)
@@ -152,8 +152,16 @@ def _with_stacks(program: Program, decided: Sequence[Decision], choices: Choices
                 again = {k: decide_family(program, spaces[k], choices, together=count, may_pool=pools) for k in members}
                 plans = {k: table for k, (_, (table, *_)) in again.items()}
                 members = [k for k, t in plans.items() if t.lifted and t.method == "ps" and t.pooled == pools]
-            for k in members if len(members) >= FEWEST else ():
-                made[k] = again[k]
+            if len(members) < FEWEST:
+                continue
+            owners, whys = device_owners(program, {k: again[k][1][0] for k in members}, choices)
+            for k in members:
+                if k in owners:
+                    kept = {"together": len(members), "may_pool": pools, "owner": owners[k]}
+                    again[k] = decide_family(program, spaces[k], choices, **kept)
+                bounds, tables = again[k]
+                why = f"; no device has it whole: {whys[k]}" if k in whys else ""
+                made[k] = bounds, [replace(table, reason=table.reason + why) for table in tables]
     return made
 
 
@@ -317,7 +325,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             hosts.update([k] if where == "hosts" or is_pulled else [])
         elif k in looked_up:
             wanted.methods[k] = (method, False)
-        if pattern is not None and method == "ps" and where == "devices":
+        if pattern is not None and method == "ps" and where == "devices" and not asks_for_whole(strategy, path):
             wanted.shards[k] = pattern
         if method == "allreduce" and k not in wanted.tensors:
             kept.add(k)

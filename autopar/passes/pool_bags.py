@@ -22,14 +22,16 @@ import numpy as np
 
 from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags, most_uses
 from autopar.cost.exchange import with_sizes
-from autopar.ir.local import BagSet
+from autopar.ir.local import BagSet, bags_of_owner
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.slicing import eliminate_dead, in_order
 from autopar.ir.writer import ZeroWriter, expand
 from autopar.jax_types import Array, Dtype
+from autopar.passes.choosing.capacity import of_busiest
 from autopar.passes.once_per_row import Ids, adds_rows, all_ids
+from autopar.passes.stack_tables import shares_of
 
 
 class _Apart(Exception):
@@ -46,7 +48,7 @@ def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPla
             pooling = _Pooling(block, planned, 0 if planned.on_hosts else bound.devices)
             block, pooled = pooling.run(), pooled + 1
             if planned.stacked and not planned.on_hosts:
-                bound = _with_room(bound, planned, bound.devices * pooling.slots)
+                bound = _with_room(bound, planned, pooling)
         except _Apart as error:
             bound = _by_rows(bound, planned, str(error))
     return replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
@@ -64,19 +66,25 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
     return bound.noting(tables=tuple(tables))
 
 
-def _with_room(bound: ProgramPlan, planned: FamilyPlan, bag_ids: int) -> ProgramPlan:
-    """Returns the plan in which a stack's messages have room for `bag_ids` ids: more than for its tables' own if an id
-    of one is in more bags than one of another."""
-    each = [(known(table.sizes).bag_ids, paths) for table, paths in planned.tables()]
-    before, total, shares = 0, sum(count for count, _ in each), dict[str, int]()
-    for count, paths in each:
-        start, before = before, before + count
-        shares |= dict.fromkeys(paths, before * bag_ids // total - start * bag_ids // total)
+def _with_room(bound: ProgramPlan, planned: FamilyPlan, pooling: _Pooling) -> ProgramPlan:
+    """Returns the plan in which a stack's tables share the room of its messages: more than for its tables' own if an id
+    of one is in more bags than one of another, or if devices that have tables whole have different numbers of bags."""
+    n, each = bound.devices, [(table.owner, known(table.sizes), paths) for table, paths in planned.tables()]
+    has_owners = any(owner is not None for owner, *_ in each)
+    bags = n * bags_of_owner(pooling.sets, n)
+    ids = [s.bag_ids if owner is None else s.bag_ids // n for owner, s, _ in each]
+    sums = [s.bags * (n if owner is None else 1) for owner, s, _ in each]
+    found = dict[str, tuple[int, int]]()
+    for (*_, paths), *shares in zip(each, shares_of(n * pooling.slots, ids), shares_of(bags, sums), strict=True):
+        found |= dict.fromkeys(paths, tuple(shares))
 
     def changed(table: TablePlan) -> TablePlan:
-        return with_sizes(table, replace(known(table.sizes), bag_ids=shares[table.path]))
+        sizes, (bag_ids, bags) = known(table.sizes), found[table.path]
+        if has_owners:
+            return with_sizes(table, replace(sizes, room=replace(known(sizes.room), bag_ids=bag_ids, bags=bags)))
+        return with_sizes(table, replace(sizes, bag_ids=bag_ids))
 
-    tables = (changed(t) if t.pooled and t.path in shares else t for t in bound.plan.tables)
+    tables = (changed(t) if t.pooled and t.path in found else t for t in bound.plan.tables)
     return bound.noting(tables=tuple(tables))
 
 
@@ -164,9 +172,8 @@ class _Pooling:
             segments = self._segments(like, sums)
             push = pair.cotangents
             is_kept = push is not None and any(factor.key not in left_out for factor in self._kept(push))
-            self.sets.append(
-                BagSet(sums.shape, mask is not None, weights is not None, is_kept, is_jagged=segments is not None)
-            )
+            given = (mask is not None, weights is not None, is_kept, segments is not None)
+            self.sets.append(BagSet(sums.shape, *given, owner=_owner(like, sums)))
             self.operands += [a for a in (index, segments, mask, weights) if a is not None]
             if self.devices and is_kept:
                 kept.append(known(self._mask(like, known(push), self._kept(known(push)))))
@@ -191,7 +198,7 @@ class _Pooling:
     def _ask(self, fetch: Equation, pairs: Sequence[BagPair], kept: Sequence[Atom]) -> None:
         """Writes what tells owners of the bags, which also says which ids get a gradient."""
         (rows, route), sums = fetch.inputs, [pair.sums for pair in pairs]
-        placed = sum(one.placed for one in sums)
+        placed = of_busiest([one.placed for one in sums], [one.owner for one in self.sets], self.devices)
         bounds = self.planned.bounds
         self.slots = slots = min(most_uses(sums) * known(bounds.bag_ids), placed)
         if slots < placed and not bounds.tight:  # no program follows that has more
@@ -289,6 +296,15 @@ def _by_index(accesses: Iterable[Equation]) -> Mapping[Atom, Equation]:
         if p["clip"] != other["clip"] or str(p.get("fill_value")) != str(other.get("fill_value")):
             raise _Apart("ids out of range mean different things to different lookups")
     return found
+
+
+def _owner(lookup: Equation, bags: Bags) -> int | None:
+    """Returns the device that has all rows of bags' tables; None: several may have some."""
+    owners = [-1 if owner is None else owner for owner in lookup.params.get("owners", ())]
+    if not owners:
+        return None
+    found = np.unique(bags.moved(np.broadcast_to(np.array(owners), lookup.inputs[2].shape[:-1])))
+    return int(found[0]) if found.size == 1 and found[0] >= 0 else None
 
 
 def _add(a: Array, b: Array) -> Array:

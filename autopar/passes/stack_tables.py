@@ -15,6 +15,7 @@ rows and of gradients, one update and one update log, and the compiled program i
 from __future__ import annotations
 
 import collections
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -26,11 +27,16 @@ import numpy as np
 from autopar.analysis.bags import is_plain_access
 from autopar.analysis.row_ids import fill_of
 from autopar.cost.exchange import with_sizes
+from autopar.errors import StrategyError
+from autopar.ir.figures import Room
+from autopar.ir.options import Options
+from autopar.ir.plan import TablePlan
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowFacts
 from autopar.ir.slicing import eliminate_dead, in_order
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackShape
+from autopar.ir.strategy import asks_for_whole
 from autopar.ir.writer import expand
 from autopar.jax_types import Array, Dtype
 from autopar.passes.choose import input_placements
@@ -73,6 +79,37 @@ def _noting_stacks(plan: ProgramPlan, together: Sequence[Sequence[int]]) -> Prog
     return plan.noting(tables=tuple(tables))
 
 
+def _noting_owners(plan: ProgramPlan, families: Sequence[FamilyPlan]) -> ProgramPlan:
+    """Returns the plan, which says of tables on devices which one has them whole, and shares the room for rows of such
+    a stack's messages among its tables."""
+    for planned in families:
+        if planned.on_hosts or all(table.owner is None for table, _ in planned.tables()):
+            continue
+        each = [(table.owner, table.sizes, paths) for table, paths in planned.tables()]
+        weights = [s.capacity * (plan.devices if owner is None else 1) for owner, s, _ in each if s is not None]
+        rooms: list[Room | None] = [None] * len(each)  # tables that are only read may have no sizes
+        if len(weights) == len(each):
+            rooms = [Room(rows) for rows in shares_of(plan.devices * known(planned.bounds.capacity), weights)]
+        found = {path: (owner, room) for (owner, _, paths), room in zip(each, rooms, strict=True) for path in paths}
+
+        def noted(table: TablePlan, found: Mapping[str, tuple[int | None, Room | None]] = found) -> TablePlan:
+            owner, room = found.get(table.path, (None, None))
+            where = "" if owner is None else f"; all rows on device {owner}"
+            table = replace(table, owner=owner, reason=table.reason + where)
+            if room is None:
+                return table
+            return with_sizes(table, replace(known(table.sizes), room=room, whole=owner is not None))
+
+        plan = plan.noting(tables=tuple(noted(t) if t.path in found else t for t in plan.plan.tables))
+    return plan
+
+
+def shares_of(total: int, weights: Sequence[int]) -> list[int]:
+    """Divides a number in proportion to weights, by rounding down sums of shares."""
+    ends = [total * end // max(1, sum(weights)) for end in itertools.accumulate(weights)]
+    return [end - start for start, end in zip([0, *ends], ends, strict=False)]
+
+
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:
     """Maps reasons to tables that have exchanges of their own; none if there are too few to stack any. `program`,
     `plan`: as of `stack_tables`. `has_stacks`: it found some."""
@@ -86,6 +123,24 @@ def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Ma
     for family, why in apart:
         found.setdefault(why, []).extend(tables[family])
     return found
+
+
+def require_whole(program: Program, plan: ProgramPlan, stacked: StackedProgram | None, options: Options) -> None:
+    """Raises StrategyError if the strategy keeps a table whole on one device, and it is in no stack. `program`, `plan`:
+    as of `stack_tables`. `stacked`: its result."""
+    if plan.devices == 1 or plan.on_hosts or not program.new_states:
+        return
+    tables = plan.plan.tables if stacked is None else stacked.plan.plan.tables
+    alone = [t.path for t in tables if t.lifted and t.owner is None and asks_for_whole(options.strategy, t.path)]
+    if alone:
+        apart = tables_apart(program, plan, has_stacks=stacked is not None).items()
+        whys = [why for why, those in apart if alone[0] in {program.inputs[k].path for k in those}]
+        raise StrategyError(
+            f"strategy: {alone[0]} can't be whole on one device, 'ps:table': shards of an array are of one size, so "
+            f"each device would need room for all of it. {FEWEST} or more tables that the step treats alike share "
+            f"shards, and it is none of those{''.join(f' ({why})' for why in whys)}. Leave it to 'auto' or 'ps'; "
+            "on hosts ('ps:table', 'hosts') keeps each table whole on one rank"
+        )
 
 
 def _stacks(program: Program, plan: ProgramPlan) -> tuple[list[_Stack], list[tuple[int, str]]]:
@@ -137,6 +192,8 @@ def plan_stacked(
     plan = _noting_stacks(plan, together)
     numbers = {n: k for k, was in enumerate(inputs) for n in ((was,) if isinstance(was, int) else was.inputs)}
     kept = {space.family: space for space in before.spaces}
+    stacks = [was for was in inputs if isinstance(was, StackedTable)]
+    owner_of = {k: at.shape.owner(at.table) for was in stacks for k, at in zip(was.inputs, was.indices, strict=True)}
     members = {families[0]: families for families in together}
     others = {family for families in members.values() for family in families[1:]}
 
@@ -156,13 +213,16 @@ def plan_stacked(
                 if planned.on_hosts:
                     bounds = host_bounds(space, ids, plan.devices)
                 else:
-                    bounds = joined([f.bounds for f in own], space, ids, plan.devices)
+                    owners = [owner_of[kept[f.family].leaves[0]] for f in own]
+                    own = [replace(f, table=replace(f.table, owner=o)) for f, o in zip(own, owners, strict=True)]
+                    bounds = joined([f.bounds for f in own], owners, space, ids, plan.devices)
             made.append(FamilyPlan(space.family, table, bounds, tuple(f.table for f in own)))
         return made
 
     families, fallback = followed(plan.families), followed(plan.fallback)
     if families is None or fallback is None:
         return None
+    plan = _noting_owners(plan, families)
     placements, layouts = input_placements(program, families)
     shards, tensors, uneven = (
         {numbers[k]: a for k, a in of.items() if k in numbers} for of in (plan.shards, plan.tensors, plan.uneven)
@@ -188,8 +248,8 @@ class _Stack:
 
     def __init__(self, program: Program, members: Sequence[Member], plan: ProgramPlan) -> None:
         self.members = members
-        layouts = [known(plan.family(m.space.family)).layout for m in members]
-        owners = tuple(None if layout is None else layout.owner for layout in layouts)
+        bounds = [known(plan.family(m.space.family)).bounds for m in members]
+        owners = tuple(b.owner if b.layout is None or b.layout.owner is None else b.layout.owner for b in bounds)
         shape = StackShape(tuple(m.space.extent for m in members), plan.devices, owners)
         self.total, self._ids = shape.rows, StackIds(shape)
         self.leaves = [
@@ -346,6 +406,9 @@ class StackIds:
         ids, equations = self.joined(lookups)
         yield from equations
         read = expand(_gather, lookups[0][1], (stack, ids))
+        if any(owner is not None for owner in self.shape.owners):
+            owners = [self.shape.owner(k) for k, e in lookups for _ in range(_count(e.inputs[1], self._axis(e)))]
+            read[-1] = replace(read[-1], params={**read[-1].params, "owners": tuple(owners)})
         yield from read
         (rows,), start = read[-1].outputs, 0
         for k, e in lookups:

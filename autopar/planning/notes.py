@@ -52,16 +52,17 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
 
 
 def owner_balance_notes(plan: Plan) -> tuple[str, ...]:
-    """Returns a line for each rank with whole tables: their names and bytes, and its share of the work on all."""
+    """Returns a line for each rank, or device, with whole tables: their names and bytes, and its share of the work on
+    all."""
     whole = [(t.owner, t) for t in plan.tables if t.owner is not None and t.sizes is not None]
-    total = sum(owner_work(t) for _, t in whole) or 1
+    total, one = sum(owner_work(t) for _, t in whole) or 1, "rank" if plan.on_hosts else "device"
     lines = []
     for rank in sorted({owner for owner, _ in whole}):
         own = [t for owner, t in whole if owner == rank]
         size = format_bytes(sum(t.sizes.extent * t.sizes.family_bytes for t in own if t.sizes is not None))
         names = ", ".join(t.path for t in own[:_NAMES]) + (f" and {len(own) - _NAMES} more" if own[_NAMES:] else "")
-        lines.append(f"  rank {rank}: {names}; {size}, {sum(map(owner_work, own)) / total:.0%} of their rows a step")
-    return ("Tables that one rank has whole:", *lines) if lines else ()
+        lines.append(f"  {one} {rank}: {names}; {size}, {sum(map(owner_work, own)) / total:.0%} of their rows a step")
+    return (f"Tables that one {one} has whole:", *lines) if lines else ()
 
 
 def hot_rows_notes(plan: Plan, *, accelerators: bool) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.backends.devices import Devices
-from autopar.backends.global_arrays import is_global
+from autopar.backends.global_arrays import is_global, place_array
 from autopar.backends.layouts import placed
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
@@ -85,9 +85,9 @@ class StackedLeaves:
         dtype = jax.dtypes.canonicalize_dtype(like.dtype)
         own = {part: np.zeros((layout.shard_rows, *whole[1:]), dtype) for part in {*parts.values()}}
         for leaf, index in zip(members, indices, strict=True):
-            start = shape.starts[index.table] // shape.devices
-            for part, rows in self._shards(leaf, shape.layout_of(index.table)):
-                if part in own:
+            start, layout_of = shape.starts[index.table] // shape.devices, shape.layout_of(index.table)
+            for part, rows in self._shards(leaf, layout_of):
+                if part in own and layout_of.owner in (None, part):
                     own[part][start : start + len(rows)] = rows
             if self._deletes and isinstance(leaf, Table) and held[id(leaf.stored)] == 1:
                 leaf.stored.delete()
@@ -106,8 +106,11 @@ class StackedLeaves:
             rows = leaf.materialize() if isinstance(leaf, Table) else leaf
             if not is_global(rows):
                 rows, numbers = np.asarray(rows), np.arange(layout.shard_rows)
-                for part in range(layout.devices):
+                for part in range(layout.devices) if layout.owner is None else (layout.owner,):
                     yield part, rows[np.minimum(layout.row(part * layout.shard_rows + numbers), layout.extent - 1)]
+                return
+            if layout.owner is not None:  # every process gets all rows
+                yield layout.owner, np.asarray(place_array(rows, self._devices.sharding(None)))
                 return
             leaf = Table(placed(rows, layout, 0, self._devices), layout, 0)
         for shard in leaf.stored.addressable_shards:

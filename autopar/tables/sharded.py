@@ -305,15 +305,15 @@ class TablePart(StandingLeaf[Leaf]):
         layout, start = self.where.shape.layout_of(self.index), self.where.shape.starts[self.index]
         rows = self._rows()
         stored, devices = stored_rows(rows), Devices.of_array(rows.stored, 0) if isinstance(rows, Table) else None
-        part = _cut(layout.shard_rows, devices)(stored, np.int32(start // layout.devices))
-        return part if devices is None else Table(part, layout, 0)
+        part = _cut(layout, devices)(stored, np.int32(start // layout.devices))
+        return part if devices is None else Table(part, layout.spread, 0)
 
     @property
     def home(self) -> Home:
         """The home of its rows by themselves, out of the stack."""
         stack = self.pending.lagging() if isinstance(self.pending, DeferredTable) else self.pending
         if isinstance(stack, Table):
-            return RowsHome(self.where.shape.layout_of(self.index), 0, stack.stored.sharding)
+            return RowsHome(self.where.shape.layout_of(self.index).spread, 0, stack.stored.sharding)
         return ArrayHome(stack.sharding if stack.committed else None)
 
     @property
@@ -324,7 +324,7 @@ class TablePart(StandingLeaf[Leaf]):
         first //= layout.devices
 
         def own() -> Iterator[tuple[int, np.ndarray]]:
-            return ((number, rows[first : first + layout.shard_rows]) for number, rows in whole.own())
+            return ((number, rows[first : first + layout.held_on(number)]) for number, rows in whole.own())
 
         return Shards(layout, 0, own)
 
@@ -341,14 +341,14 @@ class TablePart(StandingLeaf[Leaf]):
           DonatedStateError: the table was given to a step.
         """
         rows, *others = index if isinstance(index, tuple) else (index,)
-        picked = _picked(rows, self.shape[0])
+        picked, shape = _picked(rows, self.shape[0]), self.where.shape
         if picked is None:
             return super().__getitem__(index)
-        return self._rows()[(self.where.shape.starts[self.index] + picked, *others)]
+        return self._rows()[(shape.starts[self.index] + picked * shape.stride(self.index), *others)]
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:
-        return (self.where.shape.layout_of(self.index), 0) if self.where.shape.devices > 1 else None
+        return (self.where.shape.layout_of(self.index).spread, 0) if self.where.shape.devices > 1 else None
 
     @property
     def _where(self) -> str:
@@ -361,11 +361,17 @@ def stored_rows(rows: jax.Array | Table) -> jax.Array:
 
 
 @functools.cache
-def _cut(rows: int, devices: Devices | None) -> Callable[[Array, Array], jax.Array]:
-    """Compiles a program that copies `rows` rows, from a number on, of an array, or of each device's part of it."""
+def _cut(layout: RowLayout, devices: Devices | None) -> Callable[[Array, Array], jax.Array]:
+    """Compiles a program that copies a shard's rows, from a number on, of an array, or of each device's part of it;
+    those that one device has it sends to the devices that have them in `layout.spread`."""
 
     def run(stored: Array, first: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(stored, first, rows, 0)
+        rows = jax.lax.dynamic_slice_in_dim(stored, first, layout.shard_rows, 0)
+        if layout.owner is None or devices is None:
+            return rows
+        to = jnp.arange(layout.spread.stored, dtype=jnp.int32).reshape(layout.devices, -1)
+        sent = rows.at[layout.spread.row(to)].get(mode="clip")
+        return jax.lax.all_to_all(sent, devices.axis, 0, 0)[layout.owner]
 
     if devices is None:
         return jax.jit(run)

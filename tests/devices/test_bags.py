@@ -18,6 +18,7 @@ from autopar import jax_compat
 from autopar.backends import bags
 from autopar.ir.local import BagSet
 from autopar.ir.program import known
+from autopar.passes import choose
 from autopar.passes.choosing import families
 from tests.support.meshes import mesh_of
 from tests.support.mpi.bag_cases import BAGS, OTHERS, ROWS, SEGMENTS, Form, batch_of, pooled, start, step_of
@@ -29,7 +30,9 @@ WITH_FALLBACKS = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning")
 
 @pytest.fixture(autouse=True)
 def fewer_bytes_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of all tables are spread: test_whole_tables.py has tables that one device has."""
     monkeypatch.setattr(families, "_BAGS_PAY", (1, 1))
+    monkeypatch.setattr(choose, "device_owners", lambda *of: ({}, {}))
 
 
 def planned(forms: Mapping[str, Form], tx: optax.GradientTransformation, **options: Any) -> Any:
@@ -173,7 +176,8 @@ def test_a_plan_is_followed() -> None:
     assert not pooled(planned(forms, tx, plan=by_rows, strategy=None).planned_for(state, batch_of(1)).compiled.plan)
 
 
-def test_sums_and_gradients_of_several_sets() -> None:
+@pytest.mark.parametrize("owner", [None, 0, 2])
+def test_sums_and_gradients_of_several_sets(owner: int | None) -> None:
     """Masked, weighted, some ids without a gradient, and a set without any of that; empty bags, and full messages."""
     devices, shard, columns, counts, lengths = 4, 7, 3, (2, 5), (6, 3)
     rng = np.random.default_rng(0)
@@ -183,7 +187,9 @@ def test_sums_and_gradients_of_several_sets() -> None:
     mask[:, 0] = False
     kept &= mask
     weights = rng.normal(size=ids[0].shape).astype(np.float32)
-    sets = (BagSet((counts[0],), True, True, is_kept=True), BagSet((counts[1], 1), False, False))
+    sets = (BagSet((counts[0],), True, True, is_kept=True), BagSet((counts[1], 1), False, False, owner=owner))
+    if owner is not None:  # that of all rows of the second set
+        ids[1] = ids[1] % shard + owner * shard
     owners = [
         np.concatenate([(a // shard)[k][mask[k]], (b // shard)[k].ravel()]) for k in range(devices) for a, b in [ids]
     ]

@@ -21,14 +21,16 @@ _IMBALANCE = 1.25
 _STEP = 8
 
 
-def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bounds:
-    """Returns bounds that no batch exceeds: rows touched, and sharded rows requested and owned."""
+def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int, owner: int | None = None) -> Bounds:
+    """Returns bounds that no batch exceeds: rows touched, and sharded rows requested and owned. `owner`: of
+    `Bounds`."""
     requested = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = devices > 1 and method == "allgather" and any(ids.batched)
         return Bounds(min(space.extent, ids.count) + 1, devices * requested if travels else None)
     layout = RowLayout(space.extent, devices, cyclic=space.extent % devices != 0)
-    return _with_capacity(Bounds(0, devices * requested, 0, layout), min(requested, layout.shard_rows), tight=False)
+    bounds = Bounds(0, devices * requested, 0, layout, owner=owner)
+    return _with_capacity(bounds, min(requested, asked_layout(bounds).shard_rows), tight=False)
 
 
 def host_bounds(space: RowSpace, ids: RowIds, ranks: int, owner: int | None = None) -> Bounds:
@@ -45,6 +47,12 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int, owner: int | None = No
 def bounds_layout(bounds: Bounds) -> RowLayout:
     assert bounds.layout is not None, "sharded rows have a layout"
     return bounds.layout
+
+
+def asked_layout(bounds: Bounds) -> RowLayout:
+    """Returns the layout by which devices ask owners for rows."""
+    layout = bounds_layout(bounds)
+    return layout if bounds.owner is None else replace(layout, cyclic=True, owner=bounds.owner)
 
 
 def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
@@ -107,7 +115,7 @@ def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
     """Returns the bounds with the example's load and some headroom as the capacity, if that saves anything."""
-    return limited(bounds, headroom * longest_message(requested, bounds_layout(bounds)))
+    return limited(bounds, headroom * longest_message(requested, asked_layout(bounds)))
 
 
 def with_safe_capacity(bounds: Bounds) -> Bounds:
@@ -129,12 +137,24 @@ def rounded(rows: float) -> int:
     return -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
 
 
-def joined(members: Sequence[Bounds], space: RowSpace, ids: RowIds, devices: int) -> Bounds:
-    """Returns the bounds of a table on devices that has the rows of several: what these are asked for together."""
+def joined(
+    members: Sequence[Bounds], owners: Sequence[int | None], space: RowSpace, ids: RowIds, devices: int
+) -> Bounds:
+    """Returns the bounds of a table on devices that has the rows of several: what these are asked for together.
+    `owners`: the device that has all rows of each, if it is one."""
     if members[0].layout is None:
         return device_bounds(space, ids, "ps", devices)
     layout = RowLayout(space.extent, devices, cyclic=True)
     each = [b.bag_ids for b in members if b.bag_ids is not None]
-    bag_ids = sum(each) if len(each) == len(members) else None  # without limits, rows of some travel
+    # Without limits, rows of some travel.
+    bag_ids = of_busiest(each, owners, devices) if len(each) == len(members) else None
     bounds = Bounds(0, sum(b.requested or 0 for b in members), 0, layout, bag_ids=bag_ids)
-    return _with_capacity(bounds, sum(b.capacity or 0 for b in members), tight=any(b.tight for b in members))
+    capacity = of_busiest([b.capacity or 0 for b in members], owners, devices)
+    return _with_capacity(bounds, capacity, tight=any(b.tight for b in members))
+
+
+def of_busiest(counts: Sequence[int], owners: Sequence[int | None], devices: int) -> int:
+    """Returns the sum of what tables ask a device for, of the one that is asked for most. `counts`: of each table, of
+    the device that has all of it, or of any."""
+    pairs = [*zip(counts, owners, strict=True)]
+    return max(sum(count for count, owner in pairs if owner in (None, device)) for device in range(devices))

@@ -29,7 +29,7 @@ from autopar.cost.exchange import (
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.errors import StrategyError
-from autopar.ir.figures import HEADROOM, Sizes, Term, format_bytes
+from autopar.ir.figures import HEADROOM, Room, Sizes, Term, format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
@@ -39,6 +39,7 @@ from autopar.ir.rowspace import Access, Refusal, Row, RowIds, RowSpace, host_ref
 from autopar.ir.slicing import hoist
 from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
+    asked_layout,
     bounds_layout,
     device_bounds,
     device_ids,
@@ -75,7 +76,7 @@ class Choices:
     #: Finds the program's bags, if there may be any.
     bags: Callable[[], BagFinder] | None = None
     value: Callable[[Atom], np.ndarray | None] = lambda atom: None  #: A value of the program for the example.
-    whole: frozenset[int] = frozenset()  #: Those of `hosts` that one rank has whole.
+    whole: frozenset[int] = frozenset()  #: Tables that one rank, or device, is to have whole.
     waiting: int = 0  #: Rows of all families that share an update log; 0: each family has its own.
 
     @property
@@ -117,7 +118,7 @@ def decide_family(
       others: Method -> number of other exchanges by it, which share messages with this one.
       may_join_hosts: "auto" may put it on hosts beside other tables there, if that sends fewer bytes.
       may_pool: Owners may add up its bags, if that sends fewer bytes.
-      owner: On hosts, the rank that gets all rows; None: they are sharded.
+      owner: The rank, or the device of a stack, that gets all rows; None: they are sharded.
 
     Raises:
       StrategyError: the strategy names a method for a table that can't be lifted.
@@ -129,7 +130,7 @@ def decide_family(
         or family.dense_as_asked()
         or family.on_hosts(owner, may_join=may_join_hosts)
         or family.on_one_device()
-        or family.on_devices(together, others, why_sharded=why_sharded, why_dense=why_dense)
+        or family.on_devices(together, others, owner, why_sharded=why_sharded, why_dense=why_dense)
     )
 
 
@@ -223,10 +224,13 @@ class _Family:
         bounds = device_bounds(self.space, self.ids, method, 1)
         return self._lifted((bounds, bounds), method)
 
-    def on_devices(self, together: int, others: Mapping[str, int], *, why_sharded: str, why_dense: str) -> Decision:
+    def on_devices(
+        self, together: int, others: Mapping[str, int], owner: int | None, *, why_sharded: str, why_dense: str
+    ) -> Decision:
         program, space, ids, choices, method = self.program, self.space, self.ids, self.choices, self.method
         stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
-        safe, tight = self._sharded(stored, cyclic=together > 1)
+        owner = stack_owner(program, space) if stored is not None else owner
+        safe, tight = self._sharded(stored, cyclic=together > 1, owner=owner)
         sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
         bags = _owned_bags(program, space, ids, choices) if self.may_pool else ()
         safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
@@ -297,14 +301,16 @@ class _Family:
         is_little = saved < DEFERRED_MARGIN * deferred_s(rows=rows, row_elements=row_elements)
         return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
 
-    def _sharded(self, stored: RowLayout | None = None, *, cyclic: bool = False) -> tuple[Bounds, Bounds]:
+    def _sharded(
+        self, stored: RowLayout | None = None, *, cyclic: bool = False, owner: int | None = None
+    ) -> tuple[Bounds, Bounds]:
         """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
-        `stored`: the layout that the rows have already. `cyclic`: rows must be distributed cyclically. An earlier
-        plan's layout is kept and, for as many ids, its capacity.
+        `stored`: the layout that the rows have already. `cyclic`: rows must be distributed cyclically. `owner`: of
+        `Bounds`. An earlier plan's layout is kept and, for as many ids, its capacity.
         """
         space, ids, choices, earlier = self.space, self.ids, self.choices, self.choices.earlier_plan(self.space)
-        bounds = device_bounds(space, ids, "ps", choices.devices)
+        bounds = device_bounds(space, ids, "ps", choices.devices, owner)
         earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
         if stored is not None:
             bounds = replace(bounds, layout=stored)
@@ -321,7 +327,7 @@ class _Family:
             return bounds, bounds
         loads = device_ids(flat, ids.batched, choices.devices, space.extent)
         safe = with_layout(bounds, loads) if stored is None and earlier is None else bounds
-        safe = replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
+        safe = replace(safe, imbalance=imbalance(loads, bounds_layout(safe)) if owner is None else None)
         return safe, tightened(safe, loads, choices.options.headroom)
 
     # --- the forms of a decision ---
@@ -563,19 +569,32 @@ def _with_device_bags(
     elif tight.tight:
         flat = choices.measured.ids[space.family]
         loads = device_ids(flat, ids.batched, n, space.extent, distinct=False)
-        most = min(most, rounded(choices.options.headroom * longest_message(loads, bounds_layout(tight))))
+        most = min(most, rounded(choices.options.headroom * longest_message(loads, asked_layout(tight))))
     slots = min(uses * most, placed)
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
     pooled = replace(
         sizes, bags=count, bag_ids=n * slots, bag_id_bytes=ID_BYTES, bag_count_bytes=ID_BYTES, bag_weight=weight
     )
-    before, after = (sent_bytes(each)["ps"] for each in (sizes, pooled))
-    if earlier is None and not _bags_pay(sizes, pooled, choices):
+    shown = pooled if tight.owner is None else in_whole(pooled)
+    before, after = (sent_bytes(each)["ps"] for each in (sizes, shown))
+    if earlier is None and not _bags_pay(sizes, shown, choices):
         return safe, tight, sizes, ""
     bounded = replace(tight, bag_ids=most)
     saved = f"a device sends {format_bytes(after)} in place of {format_bytes(before)}"
     why = f"the owners of the rows add up each device's {count} bags: {saved}"
     return safe if tight.tight else bounded, bounded, pooled, why
+
+
+def in_whole(sizes: Sizes) -> Sizes:
+    """Returns the sizes of a table that one device has whole, if devices have equal parts of all such tables: messages
+    to it alone have room for its rows and bags."""
+    return replace(sizes, room=Room(sizes.capacity, sizes.bag_ids // sizes.devices, sizes.bags))
+
+
+def stack_owner(program: Program, space: RowSpace) -> int | None:
+    """Returns the device that has all of a family's rows already, in a stack; None if there is none."""
+    indices = (program.inputs[k].stack_index for k in space.leaves)
+    return next((index.shape.owner(index.table) for index in indices if index is not None), None)
 
 
 def _bags_pay(sizes: Sizes, pooled: Sizes, choices: Choices) -> bool:

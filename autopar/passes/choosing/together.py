@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from autopar.analysis.bags import is_plain_access
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.values import atom_key
-from autopar.cost.exchange import sent_bytes
-from autopar.ir.figures import format_bytes
+from autopar.cost.exchange import sent_bytes, step_seconds
+from autopar.ir.figures import Sizes, format_bytes
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import Atom, Equation, Program, Var, known
 from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace
 from autopar.ir.strategy import HOSTED
-from autopar.passes.choosing.families import Choices, Decision, decide_family
+from autopar.passes.choosing.families import Choices, Decision, decide_family, in_whole
 
 #: Fewer tables aren't stacked: an exchange less is worth less than what is computed once for each distinct row, of
 #: whichever table.
@@ -302,8 +302,9 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
         if sum(saved[k] for k in new) < choices.options.least_saved:  # bags take messages of their own
             saved |= dict.fromkeys(new, 0)
     saved = {k: saving for k, saving in saved.items() if saving}
-    owners = _balanced({k: plans[k] for k in {*named, *saved, *fixed}}, fixed, choices.devices)
-    work = [sum(owner_work(plans[k]) for k, owner in owners.items() if owner == r) for r in range(choices.devices)]
+    weights = {k: owner_work(table) for k, table in plans.items()}
+    owners = _balanced({k: weights[k] for k in {*named, *saved, *fixed}}, fixed, choices.devices)
+    work = [sum(weights[k] for k, owner in owners.items() if owner == r) for r in range(choices.devices)]
     busiest = max(work) * choices.devices / (sum(work) or 1)
     whys = {
         k: f"{format_bytes(_nbytes(plans[k]))} are more than its share of all tables, {format_bytes(share)}"
@@ -315,7 +316,7 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
             saved, f"with such tables the busiest one would have {busiest:.3g} times the average work"
         )
     if busiest > _MOST_WORK or not open_:
-        owners = _balanced({k: plans[k] for k in {*named, *fixed}}, fixed, choices.devices)
+        owners = _balanced({k: weights[k] for k in {*named, *fixed}}, fixed, choices.devices)
     made = list(decided)
     for k, owner in owners.items():
         made[k] = decide_family(program, spaces[k], choices, may_pool=plans[k].pooled or k in saved, owner=owner)
@@ -356,11 +357,77 @@ def owner_work(table: TablePlan) -> int:
     return (sizes.bag_ids or sizes.requested) * (sizes.row_bytes + sizes.sent_gradient)
 
 
-def _balanced(tables: dict[int, TablePlan], fixed: dict[int, int], ranks: int) -> dict[int, int]:
-    """Returns the rank of each table: the one with the least work, the largest tables first (Graham, 1969)."""
+def _balanced(weights: Mapping[int, int], fixed: Mapping[int, int], ranks: int) -> dict[int, int]:
+    """Returns the rank, or device, of each table: the one with the least, the heaviest tables first (Graham, 1969)."""
     owners = dict(fixed)
-    work = [sum(owner_work(tables[k]) for k, owner in fixed.items() if owner == r) for r in range(ranks)]
-    for k in sorted(tables.keys() - fixed.keys(), key=lambda k: (-owner_work(tables[k]), k)):
-        owners[k] = min(range(ranks), key=work.__getitem__)
-        work[owners[k]] += owner_work(tables[k])
+    loads = [sum(weights[k] for k, owner in fixed.items() if owner == r) for r in range(ranks)]
+    for k in sorted(weights.keys() - fixed.keys(), key=lambda k: (-weights[k], k)):
+        owners[k] = min(range(ranks), key=loads.__getitem__)
+        loads[owners[k]] += weights[k]
     return owners
+
+
+# --- tables of a stack on devices that one device has whole ---
+#
+# Shards of an array are of one size: each device's has as many rows as the fullest one's. So devices' rows have to be
+# balanced, and a table by itself is never on one device.
+
+
+#: Most rows of a device, in whole tables and in its part of the others of their stack, over the average one.
+_MOST_ROWS = 1.1
+
+
+def device_owners(
+    program: Program, plans: Mapping[int, TablePlan], choices: Choices
+) -> tuple[Mapping[int, int], Mapping[int, str]]:
+    """Returns which devices have tables of a stack whole, and why others of which owners add up bags are spread.
+
+    Those are the ones that the strategy or an earlier plan names, and of those left to "auto" the ones whose owners add
+    up bags, as long as devices have like numbers of rows and like work. `plans`: the spread tables of a stack. Which
+    device it is depends on the tables' sizes alone, so that steps of other batches agree.
+    """
+    devices, spaces = choices.devices, program.facts.spaces
+    rows = {k: _nbytes(table) for k, table in plans.items()}
+    work = {k: known(t.sizes).ids * (known(t.sizes).row_bytes + known(t.sizes).sent_gradient) for k, t in plans.items()}
+    earlier = {k: plan for k in plans if (plan := choices.earlier_plan(spaces[k])) is not None}
+    fixed = {k: plan.owner for k, plan in earlier.items() if plan.owner is not None}
+    named = {k for k in plans if choices.whole.intersection(spaces[k].tables)}
+    free = {k for k in plans if k not in earlier and plans[k].pooled and _pays_whole(known(plans[k].sizes), choices)}
+    share = sum(rows.values()) / devices
+    whys = {
+        k: f"{format_bytes(rows[k])} are more than its share of them, {format_bytes(share)}"
+        for k in free - named
+        if rows[k] > share
+    }
+    free -= whys.keys()
+    measures = ((rows, _MOST_ROWS, "rows"), (work, _MOST_WORK, "work"))
+    while True:
+        owners = _balanced({k: rows[k] for k in {*fixed, *named, *free}}, fixed, devices)
+        uneven = (_busiest(weights, owners, devices, most) for weights, most, _ in measures)
+        found = next(((n, each) for n, each in enumerate(uneven) if each is not None), None)
+        own = set() if found is None else {k for k in free - named if owners[k] == found[1][0]}
+        if found is None or not own:
+            return owners, whys
+        weights, _, of = measures[found[0]]
+        apart = min(own, key=lambda k: (weights[k], -k))
+        whys[apart] = f"with it one would have {found[1][1]:.3g} times the average {of}"
+        free -= {apart}
+
+
+def _busiest(
+    weights: Mapping[int, int], owners: Mapping[int, int], devices: int, most: float
+) -> tuple[int, float] | None:
+    """Returns the device that has most of some weights, and how much over the average; None if that isn't over `most`.
+    `owners`: of whole tables; devices have equal parts of the others."""
+    spread = sum(weights[k] for k in weights if k not in owners) / devices
+    loads = [spread + sum(weights[k] for k, owner in owners.items() if owner == d) for d in range(devices)]
+    busiest, average = max(range(devices), key=loads.__getitem__), sum(loads) / devices
+    return (busiest, loads[busiest] / average) if loads[busiest] > most * average else None
+
+
+def _pays_whole(sizes: Sizes, choices: Choices) -> bool:
+    """Returns whether one owner of a table costs less than several: bytes, and predicted time if rates are known."""
+    whole, rates = in_whole(sizes), choices.measured.rates
+    if sent_bytes(whole)["ps"] >= sent_bytes(sizes)["ps"]:
+        return False
+    return rates is None or step_seconds(rates, whole)["ps"] < step_seconds(rates, sizes)["ps"]

@@ -271,10 +271,10 @@ def test_strategy_errors() -> None:
     for strategy, text in (
         ({"params/embedding": "ps"}, "matches no parameter. Looked up by rows: params/emb, params/tied"),
         ({"params/emb": "mpi"}, "^strategy: there is no method 'mpi'"),
-        ({"params/emb": "ps:table"}, "placed by rows: 'ps' divides the rows .* no method 'ps:table'; the methods"),
+        ({"params/emb": "ps:column"}, "placed by rows, 'ps', which divides .* no method 'ps:column'; the methods"),
         (
             {"params/emb": ("table_wise", "hosts")},
-            "placed by rows: .*'ps:table', .* no method 'table_wise'; the methods",
+            "placed by rows, .*'ps:table' and .* no method 'table_wise'; the methods",
         ),
         ({"params/tied": "allgather"}, r"params/tied can't be trained with 'allgather'.*softmax.*test_explain.py:\d+"),
     ):
