@@ -38,7 +38,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_mesh_of_ones_own",
             "check_a_mesh_with_two_axes",
         ),
-        (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
+        (2, 2): ("check_tables", "check_whole_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
         (3, 1): (
             "check_small_exchanges_are_messages_to_all",
             "check_what_differs_between_processes",

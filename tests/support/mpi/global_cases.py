@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,7 @@ from autopar.measure import calibrate, loops
 from autopar.measure.compiled_collectives import sent_by_device
 from tests.support import dense_steps, stacked_tables
 from tests.support.explained import explained
+from tests.support.mpi import bag_cases
 from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
@@ -321,6 +323,22 @@ def check_stacked_tables(names: Sequence[str] = ("clipped Adagrad", "AdamW")) ->
 def check_stacked_tables_whose_rows_wait() -> None:
     """Those of Adam, which have update logs besides."""
     check_stacked_tables(["AdamW"])
+
+
+def check_whole_tables() -> None:
+    """Each of six tables is on one device, of whichever process."""
+    forms = {name: bag_cases.BAGS[name] for name in ("sum", "mean", "masked mean", "weights", "two sums", "scaled")}
+    tx = optax.chain(optax.clip_by_global_norm(0.05), optax.adagrad(0.3))
+    train_step, batch_of = bag_cases.step_of(forms, tx), bag_cases.batch_of
+    planned = autopar.parallelize(train_step, strategy={"params/tables/*": "ps:table"})
+    plain, mine = jax.jit(train_step), bag_cases.start(forms, tx, (8,))
+    theirs = jax.tree.map(jnp.copy, mine)
+    for k in range(3):
+        (mine, _), (theirs, _) = planned(mine, batch_of(k)), plain(theirs, batch_of(k))
+    assert planned.plan is not None and {t.owner for t in planned.plan.tables} == {*range(COUNT)}
+    assert autopar.check(planned, mine, batch_of(0)).ok
+    for a, b in zip(jax.tree.leaves(theirs), jax.tree.leaves(autopar.materialize(mine)), strict=True):
+        np.testing.assert_allclose(here(b), a, rtol=1e-4, atol=2e-5)
 
 
 def check_init() -> None:
