@@ -198,7 +198,7 @@ class Sizes:
 
     @property
     def messages(self) -> Room:
-        """What all messages of a device have room for."""
+        """The room that all messages of a device have."""
         return self.room or Room(self.devices * self.capacity, self.bag_ids, self.devices * self.bags)
 
     @property
