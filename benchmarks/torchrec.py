@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.launch.launcher import device_variables
 from benchmarks.ranks import Ranks, started
 
 RANKS, FIRST, STEPS, TURNS = 4, 50, 30, 6
@@ -92,7 +93,7 @@ class Started:
 def _side(start: Start) -> Iterator[Ranks]:
     """Starts the ranks of a side."""
     is_torch = start.library == "torch"
-    environment = {"JAX_NUM_CPU_DEVICES": str(start.devices), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment = {**dict(device_variables(start.devices)), "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     environment |= {"OMP_NUM_THREADS": "1"} if is_torch and start.ranks > 1 else {}
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
         arguments = [start.library, start.place or folder]

@@ -35,6 +35,8 @@ Flavor = Literal["hydra", "open-mpi", "other"]
 #: Seconds that a host may take to start a process when a job is restarted.
 REACHING_S = 30.0
 
+#: The variable by which glibc is configured, and the value that lets it ask for huge pages.
+TUNABLES, HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 #: Variables that other hosts need, too. Hydra passes on the whole environment by itself.
 _PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "XLA_FLAGS")
 
@@ -153,21 +155,29 @@ def plan_ranks(
     if cluster is None:
         if count is None:
             raise LaunchError("how many processes? -n 4, or --cluster cluster.toml")
-        return [RankGroup(count, (*_devices(devices), *common))]
+        return [RankGroup(count, (*device_variables(devices), *common))]
     if count not in (None, cluster.processes):
         raise LaunchError(f"-n {count}, but the cluster file has {cluster.processes} processes; leave -n out")
     if devices is not None:
         raise LaunchError("--devices: the cluster file says how many devices each host has; leave --devices out")
     each = [
-        (*_devices(host.devices), *_accelerators(host, i), *common)
+        (*device_variables(host.devices), *_accelerators(host, i), *common)
         for host in cluster.hosts
         for i in range(host.processes)
     ]
     return [RankGroup(len(list(ranks)), variables) for variables, ranks in itertools.groupby(each)]
 
 
-def _devices(count: int | None) -> tuple[tuple[str, str], ...]:
-    return () if count is None else (("JAX_NUM_CPU_DEVICES", str(count)),)
+def device_variables(count: int | None) -> tuple[tuple[str, str], ...]:
+    """Returns the variables of a rank with so many CPU devices.
+
+    XLA takes new memory for the temporaries of each device in each step; in pages of 4 KiB they cost a DLRM on four
+    devices two fifths of its time. What the user says to glibc stays.
+    """
+    if count is None:
+        return ()
+    pages = ((TUNABLES, HUGE_PAGES),) if count > 1 and TUNABLES not in os.environ else ()
+    return (("JAX_NUM_CPU_DEVICES", str(count)), *pages)
 
 
 def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:

@@ -18,6 +18,7 @@ from autopar.launch.cluster_file import read_cluster
 from tests.support.mpi.jobs import MPIEXEC
 
 HYDRA = launcher.Mpirun("/opt/bin/mpiexec", "hydra")
+TWO_DEVICES = "-env JAX_NUM_CPU_DEVICES 2 -env GLIBC_TUNABLES glibc.malloc.hugetlb=1"
 OPEN_MPI = launcher.Mpirun("/opt/bin/mpirun", "open-mpi")
 
 CLUSTER = """
@@ -51,9 +52,10 @@ def line(mpirun: launcher.Mpirun, ranks: list[launcher.RankGroup], cluster: obje
 
 def test_ranks_of_this_machine() -> None:
     ranks = launcher.plan_ranks(4, 2, None, watchdog="60", bind="none")
-    flags = "-env JAX_NUM_CPU_DEVICES 2 -env AUTOPAR_WATCHDOG 60 -env AUTOPAR_BIND none"
+    flags = f"{TWO_DEVICES} -env AUTOPAR_WATCHDOG 60 -env AUTOPAR_BIND none"
     assert line(HYDRA, ranks) == f"/opt/bin/mpiexec -n 4 {flags} RUN"
-    flags = "-x JAX_NUM_CPU_DEVICES=2 -x AUTOPAR_WATCHDOG=60 -x AUTOPAR_BIND=none"
+    pages = "-x GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
+    flags = f"-x JAX_NUM_CPU_DEVICES=2 {pages} -x AUTOPAR_WATCHDOG=60 -x AUTOPAR_BIND=none"
     assert line(OPEN_MPI, ranks).endswith(f"-n 4 {flags} RUN")
     assert line(OPEN_MPI, ranks).startswith("/opt/bin/mpirun --bind-to none --oversubscribe")
     assert line(launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(3, None, None)) == "/opt/x -n 3 RUN"
@@ -69,6 +71,11 @@ def test_ranks_of_this_machine() -> None:
         launcher.plan_ranks(4, None, None, servers=4)
 
 
+def test_what_a_user_says_to_glibc_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=1")
+    assert line(HYDRA, launcher.plan_ranks(1, 2, None)) == "/opt/bin/mpiexec -n 1 -env JAX_NUM_CPU_DEVICES 2 RUN"
+
+
 def test_ranks_of_a_cluster(tmp_path: Path) -> None:
     cluster = read_cluster(cluster_file(tmp_path, CLUSTER))
     assert [(h.name, h.address, h.processes, h.devices, h.accelerators) for h in cluster.hosts] == [
@@ -77,10 +84,10 @@ def test_ranks_of_a_cluster(tmp_path: Path) -> None:
     ]
     ranks = launcher.plan_ranks(None, None, cluster)
     first, second, third = line(HYDRA, ranks, cluster).split(" : ")
-    assert first == "/opt/bin/mpiexec -hosts 10.0.0.1:2,node2:2 -n 2 -env JAX_NUM_CPU_DEVICES 2 RUN"
+    assert first == f"/opt/bin/mpiexec -hosts 10.0.0.1:2,node2:2 -n 2 {TWO_DEVICES} RUN"
     numbers = "-env JAX_CUDA_VISIBLE_DEVICES {0} -env JAX_ROCM_VISIBLE_DEVICES {0}"
-    assert second == f"-n 1 -env JAX_NUM_CPU_DEVICES 2 {numbers.format('0,1')} RUN"
-    assert third == f"-n 1 -env JAX_NUM_CPU_DEVICES 2 {numbers.format('2,5')} RUN"
+    assert second == f"-n 1 {TWO_DEVICES} {numbers.format('0,1')} RUN"
+    assert third == f"-n 1 {TWO_DEVICES} {numbers.format('2,5')} RUN"
     assert "--host 10.0.0.1:2,node2:2" in line(OPEN_MPI, ranks, cluster)
     assert launcher.plan_ranks(4, None, cluster) == ranks
     with pytest.raises(LaunchError, match="-n 3, but the cluster file has 4 processes"):
