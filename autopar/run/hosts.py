@@ -219,13 +219,13 @@ class HostRunner(Runner):
 
     @property
     def outcome(self) -> str:
-        """Says what was done so far of steps beside the ones before them."""
+        """Says what was done so far of steps beside the ones before them; "" where nothing ever is."""
         nothing, ids, rows = self._steps_ahead
         if self._untimed is not None:
             return f"exchanges are timed for {self._untimed} more steps"
         if not self._prefetches:
-            took = "" if self._share is None else f"; exchanges of ids and rows took {self._share:.0%} of steps here"
-            return f"nothing is fetched ahead{took}"
+            took = f"exchanges of ids and rows took {self._share or 0:.0%} of the steps that were timed"
+            return "" if self._share is None else f"nothing is fetched ahead, {took}"
         if self.upcoming is None and not ids + rows:
             return "nothing is fetched ahead, as no batch is announced by shard(step=)"
         return (

@@ -535,3 +535,12 @@ def check_cpus_of_several_machines_time_exchanges_first() -> None:
         step, state = make()
         text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
     assert "write them, once exchanges of ids and rows are found to take a sixth of the time" in text
+    with unsure, mock.patch.multiple(hosts, TIMED=4, LEAST_SHARE=2):
+        for count, told in (
+            (3, "exchanges are timed for 9 more steps"),
+            (14, "nothing is fetched ahead, exchanges of"),
+        ):
+            step, state = make()
+            for batch in autopar.shard(batches(count), step=step):
+                state, _ = step(state, batch)
+            assert f"So far: {told}" in " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
