@@ -34,6 +34,7 @@ from autopar.planning.notes import (
     predicted_note,
     replica_notes,
     server_notes,
+    small_pages_note,
     stack_notes,
     stage_lines,
     tensor_notes,
@@ -95,7 +96,12 @@ def _explain(
     rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
-    details = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
+    details = (
+        *owner_notes(planned),
+        *stack_notes(planned),
+        *emission_notes(planned, verbose),
+        *(small_pages_note(planned) if cluster is None else ()),
+    )
     if cluster is not None:
         details = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *details
         if plan.devices == 1 and plan.pipeline is None:
